@@ -1,0 +1,66 @@
+//! The one error type of the library.
+
+use crate::layout::LayoutError;
+use crate::monitor::Fault;
+use crate::plan::PlanError;
+
+/// Everything that a call of this library can fail with.
+///
+/// `Usage`, `Layout`, `Plan`, `Unsupported` and `Disagreement` come before anything is enqueued;
+/// nothing was written when they are returned.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TideError {
+    /// The caller passed arguments that contradict each other or the contract of the call.
+    #[error("{0}")]
+    Usage(String),
+    /// A parameter or a group of parameters cannot be laid out.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// No plan exists for the request.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// The request is sound, but not on this machine or in this build.
+    #[error("unsupported here: needs {needed}, found {found}")]
+    Unsupported {
+        /// What the request needs.
+        needed: String,
+        /// What is there instead.
+        found: String,
+    },
+    /// Ranks that must agree do not.
+    #[error("ranks disagree on {what}: {ranks}")]
+    Disagreement {
+        /// The fact they disagree on.
+        what: String,
+        /// Which ranks hold which value, in one phrase.
+        ranks: String,
+    },
+    /// A call into the device driver, or an operation of the simulated device, failed.
+    #[error("{call}: {detail}")]
+    Driver {
+        /// The operation that failed.
+        call: String,
+        /// What the driver says of it.
+        detail: String,
+    },
+    /// A wait passed its deadline; the communicator is poisoned.
+    #[error("{0}")]
+    FailStop(Box<Fault>),
+    /// The communicator failed earlier and takes no more calls.
+    #[error("the communicator is poisoned since: {first}")]
+    Poisoned {
+        /// The sentence of the first failure.
+        first: String,
+    },
+}
+
+impl TideError {
+    /// A [`TideError::Usage`] from anything printable.
+    pub fn usage(text: impl Into<String>) -> Self {
+        Self::Usage(text.into())
+    }
+}
+
+/// The result of every fallible call of this library.
+pub type Result<T, E = TideError> = std::result::Result<T, E>;
