@@ -1,0 +1,339 @@
+//! One parameter block per kernel.
+
+use super::assert_layout;
+use super::fault::FaultRecord;
+use super::segment::Segment;
+use bytemuck::{Pod, Zeroable};
+
+/// Most gradients that one fast-path call takes [TIDE §2.5]; the addresses travel in the parameter block.
+pub const GRADIENTS_MAX: usize = 256;
+
+/// Local ranks of a node, at most.
+pub const LOCAL_RANKS_MAX: usize = 8;
+
+/// How long a kernel may wait, and where it reports that it waited longer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct Deadline {
+    /// Longest wait, ns of the global timer.
+    pub timeout_ns: u64,
+    /// Address of the rank's [`FaultRecord`], in mapped host memory.
+    pub fault: u64,
+}
+
+impl Deadline {
+    /// The record as a pointer.
+    pub const fn fault_record(&self) -> *mut FaultRecord {
+        self.fault as *mut FaultRecord
+    }
+}
+
+/// Parameters of [`crate::kernels::sum`].
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub struct SumParams {
+    /// Wait bound and fault record.
+    pub deadline: Deadline,
+    /// The staging slot: `source_count` × `row_count` rows of `row_pitch_bytes`.
+    pub staging: u64,
+    /// Bytes from one source's rows to the next's.
+    pub source_pitch_bytes: u64,
+    /// Bytes from one staged row to the next, a multiple of 16.
+    pub row_pitch_bytes: u64,
+    /// The fp32 partial: `row_count` rows of `out_pitch_elems`; 16-byte aligned.
+    pub out: u64,
+    /// Elements from one row of the partial to the next, a multiple of 4.
+    pub out_pitch_elems: u64,
+    /// `[Segment; segment_count]`, ascending and gapless over the packed row.
+    pub segments: u64,
+    /// Packed position of the first element of every row.
+    pub packed_first: u64,
+    /// Elements of a row to sum.
+    pub row_elems: u64,
+    /// Staged contributions: the local ranks but this one, in local-rank order.
+    pub source_count: u32,
+    /// Rows: the destination ranks of one node.
+    pub row_count: u32,
+    /// Destination rank of row 0.
+    pub first_rank: u32,
+    /// Segments.
+    pub segment_count: u32,
+    /// Shared-memory stages of one tile each.
+    pub stage_count: u32,
+    /// The rank that sums, for the fault record.
+    pub rank: u32,
+    /// Addresses of the rank's own gradients; 0 stands for a gradient that is all zeros.
+    pub gradients: [u64; GRADIENTS_MAX],
+}
+
+assert_layout!(SumParams, size 2152, deadline at 0, staging at 16, segments at 56, source_count at 80, gradients at 104);
+
+/// How [`crate::kernels::land`] reads the inboxes of a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub enum LandForm {
+    /// Through the multicast address, the switch adds.
+    Multimem = 0,
+    /// By loads from each local rank, added in local-rank order.
+    Peer = 1,
+}
+
+/// Parameters of [`crate::kernels::land`].
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub struct LandParams {
+    /// Multicast address of block 0 of the wave's inbox generation; 0 in the peer form.
+    pub multicast: u64,
+    /// Address of block 0 of the wave's inbox generation at each local rank.
+    pub inboxes: [u64; LOCAL_RANKS_MAX],
+    /// The fp32 output from the pass's first packed position on.
+    pub out: u64,
+    /// fp32 sums of the waves before the last, from the pass's first packed position on.
+    pub accumulator: u64,
+    /// Elements of a block's row: the sub-slice capacity, a multiple of 4.
+    pub sub_slice_elems: u64,
+    /// Elements to land: the live part of the pass.
+    pub pass_elems: u64,
+    /// Sub-slices, which is also blocks, rows of a block and local ranks.
+    pub local_rank_count: u32,
+    /// This rank's row in every block.
+    pub local_rank: u32,
+    /// Bit `d`: the wave has a contributor with `c̄ mod L = d`; it lies on local rank `(s − d) mod L`.
+    pub holder_mask: u32,
+    /// 1 in the first wave.
+    pub first_wave: u32,
+    /// 1 in the last wave.
+    pub last_wave: u32,
+    /// 1 if the output is added to.
+    pub accumulate: u32,
+    /// α of equation 5.
+    pub alpha: f32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+assert_layout!(LandParams, size 136, inboxes at 8, out at 72, pass_elems at 96, local_rank_count at 104, alpha at 128);
+
+/// A rank's handle on the loopback network: the peers' arenas as plain addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct LoopbackHandle {
+    /// `[u64; node count]`: arena base of the rail peer on each node.
+    pub arenas: u64,
+    /// Byte offset of signal 0 in every arena.
+    pub signals_offset: u64,
+    /// Contexts.
+    pub context_count: u32,
+    /// Bytes of one bounce stage in shared memory, a multiple of 16.
+    pub bounce_bytes: u32,
+}
+
+assert_layout!(LoopbackHandle, size 24, arenas at 0, signals_offset at 8, context_count at 16);
+
+/// One transfer that a rank sends in a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct NetPut {
+    /// Node of the rail peer.
+    pub peer: u32,
+    /// First data signal at the peer; context `x` uses `signal + x`.
+    pub signal: u32,
+    /// Credit signal here that the peer raises.
+    pub credit: u32,
+    /// By how much the peer's credits run ahead: 1 where the area is free before the first call.
+    pub credit_lead: u32,
+    /// Byte offset of the source in this rank's arena.
+    pub source_offset: u64,
+    /// Byte offset of the destination in the peer's arena.
+    pub destination_offset: u64,
+    /// Bytes, a multiple of 16; 0 sends the signals alone.
+    pub bytes: u64,
+}
+
+assert_layout!(NetPut, size 40, peer at 0, source_offset at 16, bytes at 32);
+
+/// One transfer that a rank expects in a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct NetArrival {
+    /// Node of the rail peer.
+    pub peer: u32,
+    /// First data signal here; context `x` uses `signal + x`.
+    pub signal: u32,
+    /// Bytes expected: tells which contexts carry a signal.
+    pub bytes: u64,
+}
+
+assert_layout!(NetArrival, size 16, peer at 0, bytes at 8);
+
+/// One round: a range of puts and a range of arrivals.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct NetRound {
+    /// First put in the rank's table.
+    pub put_first: u32,
+    /// Puts.
+    pub put_count: u32,
+    /// First arrival in the rank's table.
+    pub arrival_first: u32,
+    /// Arrivals.
+    pub arrival_count: u32,
+    /// Wave, for the fault record.
+    pub wave: u32,
+    /// Round within the wave, for the fault record.
+    pub round: u32,
+}
+
+assert_layout!(NetRound, size 24, put_first at 0, wave at 16);
+
+/// What one block of [`crate::kernels::net`] drives: one rank's rounds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct NetRank {
+    /// Address of the network's handle: for the loopback a [`LoopbackHandle`].
+    pub gin: u64,
+    /// Wait bound and fault record.
+    pub deadline: Deadline,
+    /// `[NetRound]`.
+    pub rounds: u64,
+    /// `[NetPut]`.
+    pub puts: u64,
+    /// `[NetArrival]`.
+    pub arrivals: u64,
+    /// Signal word here that is raised to `progress_first + rounds done` after each round, or 0.
+    pub progress: u64,
+    /// The rank.
+    pub rank: u32,
+    /// Ranks of a node, to name peers by rank.
+    pub local_rank_count: u32,
+    /// [`super::fault::Operation`].
+    pub operation: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+assert_layout!(NetRank, size 72, gin at 0, deadline at 8, rounds at 24, progress at 48, rank at 56);
+
+/// Parameters of [`crate::kernels::net`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct NetParams {
+    /// `[NetRank; grid size]`.
+    pub ranks: u64,
+    /// Number of the call on its communicator.
+    pub epoch: u64,
+    /// Transfers that every pair has exchanged once this one is done: data signals reach it.
+    pub sequence: u64,
+    /// Added to every put's source offset: selects outbox bank and pass.
+    pub source_shift: u64,
+    /// What `progress` holds before the first round of this launch.
+    pub progress_first: u64,
+    /// First round.
+    pub round_first: u32,
+    /// Rounds.
+    pub round_count: u32,
+    /// Bytes of a stripe: a transfer is cut into stripes, dealt to the contexts in turn; a multiple of 16.
+    pub stripe_bytes: u64,
+}
+
+assert_layout!(NetParams, size 56, ranks at 0, sequence at 16, round_first at 40, stripe_bytes at 48);
+
+/// One credit that [`crate::kernels::finalize`] returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct Credit {
+    /// Node of the rail peer that gets it.
+    pub peer: u32,
+    /// Credit signal at the peer.
+    pub signal: u32,
+}
+
+assert_layout!(Credit, size 8, peer at 0, signal at 4);
+
+/// Parameters of [`crate::kernels::finalize`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct FinalizeParams {
+    /// Address of the network's handle: for the loopback a [`LoopbackHandle`].
+    pub gin: u64,
+    /// `[Credit; credit_count]`.
+    pub credits: u64,
+    /// Credits.
+    pub credit_count: u64,
+}
+
+assert_layout!(FinalizeParams, size 24, gin at 0, credits at 8, credit_count at 16);
+
+/// One shard of [`crate::kernels::cast`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct CastSegment {
+    /// The fp32 shard, 4-byte aligned.
+    pub source: u64,
+    /// Elements.
+    pub elems: u64,
+    /// First element in the packed bf16 shard.
+    pub packed_first: u64,
+}
+
+assert_layout!(CastSegment, size 24, source at 0, elems at 8, packed_first at 16);
+
+/// Parameters of [`crate::kernels::cast`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct CastParams {
+    /// `[CastSegment; segment_count]`.
+    pub segments: u64,
+    /// Segments.
+    pub segment_count: u64,
+    /// The packed bf16 shard.
+    pub out: u64,
+}
+
+assert_layout!(CastParams, size 24, segments at 0, segment_count at 8, out at 16);
+
+/// Parameters of [`crate::kernels::stock::pack`]: all gradients into a rank-major fp32 buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct PackParams {
+    /// `[Segment; segment_count]`.
+    pub segments: u64,
+    /// `[u64]`: addresses of the gradients; 0 stands for all zeros.
+    pub gradients: u64,
+    /// The packed buffer: `rank_count` rows of `packed_elems` fp32.
+    pub out: u64,
+    /// Elements of a row.
+    pub packed_elems: u64,
+    /// Segments.
+    pub segment_count: u32,
+    /// Rows.
+    pub rank_count: u32,
+    /// Bytes of a gradient element: 2 (bf16) or 4 (fp32).
+    pub item_bytes: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+assert_layout!(PackParams, size 48, segments at 0, packed_elems at 24, segment_count at 32);
+
+/// Parameters of [`crate::kernels::stock::flat_sum`]: one rank's row summed over all ranks' packed buffers.
+#[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
+#[repr(C)]
+pub struct FlatSumParams {
+    /// `[u64; rank_count]`: every rank's packed buffer.
+    pub packed: u64,
+    /// The fp32 output.
+    pub out: u64,
+    /// Elements of a row.
+    pub packed_elems: u64,
+    /// Ranks.
+    pub rank_count: u32,
+    /// The rank whose row is summed.
+    pub rank: u32,
+    /// 1 if the output is added to.
+    pub accumulate: u32,
+    /// α of equation 5.
+    pub alpha: f32,
+}
+
+assert_layout!(FlatSumParams, size 40, packed at 0, packed_elems at 16, rank_count at 24, alpha at 36);
