@@ -362,6 +362,8 @@ pub fn exhaustive() -> Counts {
 
 #[cfg(test)]
 mod tests {
+    use std::slice;
+
     use super::*;
 
     fn sound(m: u32, l: u32, width: u32, k: u32) -> (Topology, Vec<Wave>) {
@@ -442,14 +444,19 @@ mod tests {
             waves[wave].rounds = rounds.to_vec();
             check_rounds(topology, &waves, 3)
         };
-        for wrong in
-            [&[1..4][..], &[1..4, 4..5, 4..5], &[4..5, 1..4], &[1..4, 5..6], &[1..4, 4..6], &[1..4, 4..4, 4..5]]
-        {
+        for wrong in [
+            slice::from_ref(&(1..4)),
+            &[1..4, 4..5, 4..5],
+            &[4..5, 1..4],
+            &[1..4, 5..6],
+            &[1..4, 4..6],
+            &[1..4, 4..4, 4..5],
+        ] {
             assert!(matches!(with(0, wrong), Err(Violation::Rounds { wave: 0, .. })), "{wrong:?}");
         }
         let own_node = with(2, &[9..11, 11..12]).unwrap_err();
         assert!(matches!(own_node, Violation::Rounds { wave: 2, .. }), "{own_node}");
-        assert_eq!(with(0, &[1..5]), Err(Violation::RoundWidth { wave: 0, found: 4, round_width: 3 }));
+        assert_eq!(with(0, slice::from_ref(&(1..5))), Err(Violation::RoundWidth { wave: 0, found: 4, round_width: 3 }));
     }
 
     #[test]
