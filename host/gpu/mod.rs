@@ -8,7 +8,10 @@
 //! streams there is no order but through events and memory waits. Enqueue a wait's producer before the wait: a back end may
 //! map several streams to one hardware queue.
 
+mod buffer;
 pub mod sim;
+
+pub use buffer::{DeviceBuffer, DeviceSlice};
 
 use crate::error::Result;
 use crate::monitor::Fault;
