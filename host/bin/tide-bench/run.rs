@@ -129,8 +129,7 @@ fn header(arguments: &RunArgs, topology: Topology, workload: &Workload) -> Strin
 }
 
 fn size_of(workload: &Workload) -> String {
-    let groups = [workload.gather.as_ref().map(|t| &t.group), workload.reduce.as_ref().map(|g| &g.group)];
-    let Some(group) = groups.into_iter().flatten().next() else { return String::new() };
+    let Some(group) = workload.groups().next() else { return String::new() };
     let elems: u64 = group.parameters().iter().map(|p| p.shape().iter().product::<u64>()).sum();
     format!("{} parameters, {elems} elements", group.parameters().len())
 }

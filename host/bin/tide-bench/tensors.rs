@@ -42,12 +42,14 @@ impl Workload {
         } else {
             Self::generated(source, collective, rank_count)?
         };
-        for group in [workload.gather.as_ref().map(|t| &t.group), workload.reduce.as_ref().map(|g| &g.group)] {
-            if let Some(group) = group {
-                GroupLayout::new(group, rank_count)?;
-            }
-        }
+        workload.groups().try_for_each(|group| GroupLayout::new(group, rank_count).map(|_| ()))?;
         Ok(workload)
+    }
+
+    /// The groups that are moved.
+    pub fn groups(&self) -> impl Iterator<Item = &Group> {
+        let gathered = self.gather.as_ref().map(|tensors| &tensors.group);
+        gathered.into_iter().chain(self.reduce.as_ref().map(|gradients| &gradients.group))
     }
 
     fn generated(source: &SourceArgs, collective: Collective, rank_count: u64) -> Result<Self> {
