@@ -57,7 +57,8 @@ fn json_goes_to_a_file_beside_the_table() {
 /// T05, T30: sums of each rank's packed output, computed elsewhere.
 #[test]
 fn t05_t30_whole_numbers_come_out_exactly_on_any_topology() {
-    let cases: [(u32, u32, &[(&'static str, &[u64])], &[f32]); 4] = [
+    type Case = (u32, u32, &'static [(&'static str, &'static [u64])], &'static [f32]);
+    let cases: [Case; 4] = [
         (2, 4, &[("a", &[5, 3]), ("b", &[9, 2])], &[-14.0, 0.0, -3.0, -6.0, 1.0, 0.0, 0.0, 0.0]),
         (3, 2, &[("a", &[6, 4]), ("b", &[7])], &[-7.0, -19.0, -14.0, 12.0, -1.0, 3.0]),
         (5, 2, &[("a", &[10, 4]), ("b", &[7])], &[-8.0, 9.0, -8.0, 9.0, -25.0, 9.0, 9.0, 6.0, -10.0, 8.0]),

@@ -32,8 +32,9 @@ What is computed:
 Table:
   size is the bytes of the whole group in its own type, without padding; count its elements; times
   are microseconds, algbw and busbw GB/s (1e9), busbw = algbw * (N-1)/N. The simulator shows `-` for
-  every rate: its time is not a GPU's. buffer is what one rank allocated beside inputs and outputs,
-  stock the same for the FSDP2-like baseline. The digest is XXH3-128 over all ranks' outputs.
+  every rate: its time is not a GPU's. buffer is what one rank allocated: for rs beside gradients and
+  output, for ag with its shard and the landing; stock is the same for the FSDP2-like baseline. descr
+  counts a rank's copy descriptors in a call. The digest is XXH3-128 over all ranks' outputs.
 
 Exit status: 0 right, 1 wrong data, 2 bad usage, 3 unsupported here, 4 fail-stop.";
 

@@ -43,7 +43,7 @@ pub struct Facts {
     pub path: &'static str,
     /// Whether its time is a GPU's.
     pub has_rates: bool,
-    /// Bytes each rank allocated beside inputs and outputs.
+    /// Bytes that each rank allocated, as the collective counts them.
     pub buffer_bytes: u64,
     /// The same for the baseline.
     pub stock_buffer_bytes: u64,

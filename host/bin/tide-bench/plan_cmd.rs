@@ -11,7 +11,7 @@ use tide_gpu::plan::{Mode, Node, ReduceScatterPlan, Topology, Wave, all_gather, 
 use crate::cli::{Collective, PlanArgs, command_line};
 use crate::failure::usage;
 use crate::report::{Voice, columns, deliver_json};
-use crate::run::reduce_options;
+use crate::run::{plan_reduce, reduce_options};
 use crate::save::check_file;
 use crate::tensors::Workload;
 
@@ -132,7 +132,7 @@ impl Summary {
         let mut options = reduce_options(&arguments.plan);
         options.mode = if arguments.slot_reuse { Mode::SlotReuse } else { Mode::InPlace };
         let grad_bytes = gradients.dtype.dtype().bytes();
-        let plan = ReduceScatterPlan::new(topology, &layout, grad_bytes, &options)?;
+        let plan = plan_reduce(topology, &layout, grad_bytes, &options)?;
         let whole = layout.packed_elems() * grad_bytes * rank_count;
         Ok(Self {
             nodes: topology.node_count(),

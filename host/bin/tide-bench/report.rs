@@ -86,7 +86,7 @@ pub struct Row {
     pub max_abs_err: Option<f64>,
     /// The error allowed.
     pub err_bound: Option<f64>,
-    /// Bytes that each rank allocated beside inputs and outputs.
+    /// Bytes that each rank allocated, as the collective counts them.
     pub buffer_bytes: u64,
     /// The same for the baseline.
     pub stock_buffer_bytes: u64,

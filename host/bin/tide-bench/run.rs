@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use anyhow::{Context, Result};
 use tide_gpu::layout::GroupLayout;
-use tide_gpu::plan::{ReduceScatterOptions, ReduceScatterPlan, Topology};
+use tide_gpu::plan::{PlanError, ReduceScatterOptions, ReduceScatterPlan, Topology};
 
 use crate::cli::{PlanOptions, RunArgs, command_line};
 use crate::examine::{Job, Settings, examine};
@@ -46,8 +46,8 @@ pub fn run(arguments: &RunArgs) -> Result<bool> {
     let mut rows = Vec::new();
     for job in jobs(&workload, arguments) {
         let progress = Progress::new();
-        let (mut leg, notes) = legs::prepare(arguments, topology, &options, job, &progress)?;
-        notes.iter().for_each(|note| voice.say(&format!("# {note}\n")));
+        let (mut leg, note) = legs::prepare(arguments, topology, &options, job, &progress)?;
+        note.iter().for_each(|note| voice.say(&format!("# {note}\n")));
         rows.push(examine(leg.as_mut(), job, &settings, &progress)?);
     }
     voice.say(&report::table(&rows));
@@ -73,6 +73,29 @@ pub fn reduce_options(plan: &PlanOptions) -> ReduceScatterOptions {
     options
 }
 
+/// Plans the reduce-scatter.
+///
+/// # Errors
+/// The planner's refusal, after the option that it is about where it is about one.
+pub fn plan_reduce(
+    topology: Topology,
+    layout: &GroupLayout,
+    grad_bytes: u64,
+    options: &ReduceScatterOptions,
+) -> Result<ReduceScatterPlan> {
+    ReduceScatterPlan::new(topology, layout, grad_bytes, options).map_err(|error| {
+        let option = match error {
+            PlanError::WaveWidth { .. } | PlanError::Collision { .. } => "--wave: ",
+            PlanError::RoundWidth => "--k: ",
+            PlanError::PassCount { .. } => "--passes: ",
+            PlanError::ChunkBytes { .. } => "--chunk: ",
+            PlanError::SumCtaCount => "--sum-ctas: ",
+            _ => "",
+        };
+        usage(format!("{option}{error}"))
+    })
+}
+
 fn jobs<'a>(workload: &'a Workload, arguments: &RunArgs) -> Vec<Job<'a>> {
     let (alpha, accumulate) = (arguments.alpha, arguments.accumulate);
     let gather = workload.gather.as_ref().map(Job::Gather);
@@ -90,15 +113,19 @@ fn needed_bytes(workload: &Workload, topology: Topology, options: &ReduceScatter
     let mut needed = 0;
     if let Some(tensors) = &workload.gather {
         let layout = GroupLayout::new(&tensors.group, ranks)?;
-        let stage = u64::from(topology.node_count() - 1) * layout.shard_bytes();
-        needed = ranks.saturating_mul(layout.landing_bytes().saturating_add(stage));
+        let slots = u64::from(topology.node_count()).saturating_mul(layout.shard_bytes());
+        let buffers = if legs::is_fast(&tensors.group) { slots } else { layout.landing_bytes() };
+        needed = ranks.saturating_mul(layout.landing_bytes().saturating_add(buffers));
     }
     if let Some(gradients) = &workload.reduce {
         let layout = GroupLayout::new(&gradients.group, ranks)?;
         let item = gradients.dtype.dtype().bytes();
-        let plan = ReduceScatterPlan::new(topology, &layout, item, options).map_err(|e| usage(e.to_string()))?;
+        let plan = plan_reduce(topology, &layout, item, options)?;
         let inputs: u64 = layout.parameters().iter().map(|p| p.elems * item).sum();
-        let rank = inputs.saturating_add(layout.packed_elems() * 4).saturating_add(plan.memory.total_bytes());
+        let output = layout.packed_elems() * 4;
+        let fast = legs::is_fast(&gradients.group);
+        let buffers = if fast { plan.memory.total_bytes() } else { output.saturating_mul(ranks) };
+        let rank = inputs.saturating_add(output).saturating_add(buffers);
         needed = needed.max(ranks.saturating_mul(rank));
     }
     Ok(needed)
