@@ -237,7 +237,7 @@ fn paper_bound(plan: &ReduceScatterPlan) -> Option<(u64, f64)> {
     if l != 8 || plan.grad_bytes != 2 || plan.pass_count != 1 {
         return None;
     }
-    let row = plan.geometry.aligned_row_bytes(plan.pass_count);
+    let row = plan.geometry.aligned_row_bytes(l, plan.pass_count);
     let n_par = plan.generation_count;
     let bytes = memory::area_bound_bytes(plan.staging_slot_count, n_par, plan.outbox_block_count, row);
     let share = match plan.mode {

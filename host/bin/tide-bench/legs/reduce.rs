@@ -100,7 +100,6 @@ fn upload(
     for first in (0..elems).step_by(step as usize) {
         values.resize(step.min(elems - first) as usize, 0.0);
         gradients.read(rank.0.into(), parameter, first, &mut values);
-        bytes.clear();
         gradients.dtype.encode(&values, &mut bytes);
         comm.gpu().upload(DevicePtr(buffer.address().0 + first * item), &bytes)?;
     }
