@@ -117,8 +117,7 @@ impl Arena {
         }
         let mut arena = Self { gpu: Arc::clone(gpu), topology, layout, signals, ranks, multicast: Vec::new() };
         for node in topology.nodes() {
-            let replicas: Vec<DevicePtr> =
-                topology.local_ranks().map(|l| arena.base(topology.rank(node, l))).collect();
+            let replicas: Vec<DevicePtr> = topology.local_ranks().map(|l| arena.base(topology.rank(node, l))).collect();
             let address = arena.gpu.bind_multicast(&replicas, arena.layout.end)?;
             arena.multicast.push(address);
         }

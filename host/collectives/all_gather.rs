@@ -92,7 +92,9 @@ impl AllGather {
     pub fn new(comm: &Communicator, group: &Group, options: AllGatherOptions) -> Result<Self> {
         comm.check()?;
         check_fast_path(group)?;
-        if options.cast && let Some(p) = group.parameters().iter().find(|p| p.dtype() != Dtype::Bf16) {
+        if options.cast
+            && let Some(p) = group.parameters().iter().find(|p| p.dtype() != Dtype::Bf16)
+        {
             return Err(TideError::usage(format!("parameter `{}` is {}: a cast gives bf16", p.name(), p.dtype())));
         }
         let topology = comm.topology();
@@ -246,8 +248,13 @@ impl AllGather {
             out: self.arena.at(rank, self.regions.slots, 0, self.layout.shard_bytes()).0,
         };
         let block = self.comm.gpu().properties(self.comm.device_of(rank)).shape.plain_threads;
-        let launch =
-            Launch { kernel: Kernel::Cast, grid: CAST_CTAS, block, shared_bytes: 0, params: bytemuck::bytes_of(&params) };
+        let launch = Launch {
+            kernel: Kernel::Cast,
+            grid: CAST_CTAS,
+            block,
+            shared_bytes: 0,
+            params: bytemuck::bytes_of(&params),
+        };
         // SAFETY: the table is kept until the next cast, masters until `read` by the caller, as checked.
         unsafe { self.comm.gpu().launch(stream, &launch) }
     }

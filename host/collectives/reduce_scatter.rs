@@ -214,7 +214,8 @@ impl ReduceScatter {
         let (sums, read) = self.read_phase(ranks, bank)?;
         let done = self.network_phase(ranks, scale, bank, &sums)?;
         for rank in self.topology().ranks() {
-            self.bank_free[bank as usize][rank.0 as usize] = Some(self.gpu().record(self.net_streams[rank.0 as usize])?);
+            self.bank_free[bank as usize][rank.0 as usize] =
+                Some(self.gpu().record(self.net_streams[rank.0 as usize])?);
         }
         self.epoch += 1;
         Ok(read.into_iter().zip(done).map(|(read, done)| RankEvents { read, done }).collect())
@@ -226,7 +227,9 @@ impl ReduceScatter {
             let expected = self.layout.parameters().len();
             if given.gradients.len() != expected {
                 let found = given.gradients.len();
-                return Err(TideError::usage(format!("rank {rank}: {found} gradients given, the group has {expected}")));
+                return Err(TideError::usage(format!(
+                    "rank {rank}: {found} gradients given, the group has {expected}"
+                )));
             }
             check_slice(&format!("rank {rank}, output"), given.out, self.output_bytes(), 16)?;
             for (index, (gradient, layout)) in given.gradients.iter().zip(self.layout.parameters()).enumerate() {
@@ -292,14 +295,7 @@ impl ReduceScatter {
     }
 
     /// One rank's pushes of an item to the local ranks that sum it.
-    fn push_item(
-        &mut self,
-        rank: Rank,
-        given: &RankGradients,
-        partial: Partial,
-        chunk: u64,
-        item: u64,
-    ) -> Result<()> {
+    fn push_item(&mut self, rank: Rank, given: &RankGradients, partial: Partial, chunk: u64, item: u64) -> Result<()> {
         let topology = self.topology();
         let (me, l) = (topology.local_of(rank), topology.local_rank_count());
         let stream = self.streams(rank).push;
@@ -402,14 +398,7 @@ impl ReduceScatter {
     }
 
     /// One rank's sum of an item.
-    fn sum_item(
-        &self,
-        rank: Rank,
-        given: &RankGradients,
-        partial: Partial,
-        chunk: u64,
-        item: u64,
-    ) -> Result<()> {
+    fn sum_item(&self, rank: Rank, given: &RankGradients, partial: Partial, chunk: u64, item: u64) -> Result<()> {
         let topology = self.topology();
         let me = topology.local_of(rank);
         let stream = self.streams(rank).sum;
@@ -447,7 +436,7 @@ impl ReduceScatter {
         let pitch = self.staging_pitch_bytes();
         let (region, block_offset) = partial.block;
         let out_offset = block_offset + 4 * chunk * geometry.chunk_elems;
-        let out_span = 4 * (u64::from(l - 1) * geometry.sub_slice_elems + (range.end - range.start));
+        let out_span = 4 * (u64::from(l - 1) * geometry.part_elems + (range.end - range.start));
         let slot = item % u64::from(self.plan.staging_slot_count) * self.plan.staging_slot_bytes();
         let device = self.comm.device_of(rank);
         let shape = self.gpu().properties(device).shape;
@@ -463,7 +452,7 @@ impl ReduceScatter {
             source_pitch_bytes: u64::from(l) * pitch,
             row_pitch_bytes: pitch,
             out: self.arena.at(rank, region, out_offset, out_span).0,
-            out_pitch_elems: geometry.sub_slice_elems,
+            out_pitch_elems: geometry.part_elems,
             segments: self.segment_tables[device as usize].address().0,
             packed_first: range.start,
             row_elems: range.end - range.start,
@@ -629,11 +618,6 @@ impl ReduceScatter {
     ) -> Result<()> {
         let topology = self.topology();
         let geometry = &self.plan.geometry;
-        let pass_first = u64::from(pass) * geometry.pass_elems;
-        let pass_elems = geometry.packed_elems.saturating_sub(pass_first).min(geometry.pass_elems);
-        if pass_elems == 0 {
-            return Ok(());
-        }
         let l = topology.local_rank_count();
         let (offset, bytes) = (self.inbox_offset(wave.generation, 0), u64::from(l) * self.plan.block_bytes());
         let mut inboxes = [0; LOCAL_RANKS_MAX];
@@ -645,15 +629,17 @@ impl ReduceScatter {
         let accumulator = if is_single {
             0
         } else {
-            self.arena.at(rank, self.regions.accumulator, 4 * pass_first, 4 * pass_elems).0
+            self.arena.at(rank, self.regions.accumulator, 0, self.regions.accumulator.bytes()).0
         };
         let params = LandParams {
             multicast: multicast.map_or(0, |m| m.0),
             inboxes,
-            out: out.address.0 + 4 * pass_first,
+            out: out.address.0,
             accumulator,
+            packed_elems: geometry.packed_elems,
             sub_slice_elems: geometry.sub_slice_elems,
-            pass_elems,
+            part_first: u64::from(pass) * geometry.part_elems,
+            part_elems: geometry.part_elems,
             local_rank_count: l,
             local_rank: topology.local_of(rank).0,
             holder_mask: u32::from(wave.holder_mask),
@@ -772,7 +758,7 @@ fn regions(plan: &ReduceScatterPlan, context_count: u32) -> (ArenaLayout, Region
         inbox: layout.region("inbox", memory.inbox_bytes),
         outbox: layout.region("outbox", memory.outbox_bytes),
         spare: layout.region("spare", memory.spare_bytes),
-        // A landing stores whole units.
+        // A landing stores whole units, up to the end of the last sub-slice that the row reaches.
         accumulator: layout.region("accumulator", memory.accumulator_bytes.next_multiple_of(16)),
         staging_full: layout.signals(l),
         staging_free: layout.signals(l),

@@ -91,8 +91,7 @@ impl Rounds {
         let gpu = self.comm.gpu();
         let widest = self.rounds.iter().flatten().map(|r| r.puts.len().max(r.arrivals.len())).max().unwrap_or(0);
         for device in 0..gpu.device_count() {
-            let ranks: Vec<Rank> =
-                self.comm.topology().ranks().filter(|r| self.comm.device_of(*r) == device).collect();
+            let ranks: Vec<Rank> = self.comm.topology().ranks().filter(|r| self.comm.device_of(*r) == device).collect();
             if ranks.is_empty() {
                 continue;
             }
@@ -256,9 +255,7 @@ impl Rounds {
             return Ok(());
         }
         if self.comm.options().path == Path::Host {
-            return credits
-                .iter()
-                .try_for_each(|c| self.net.signal(stream, rank, Node(c.peer), c.signal, value));
+            return credits.iter().try_for_each(|c| self.net.signal(stream, rank, Node(c.peer), c.signal, value));
         }
         let gpu = self.comm.gpu();
         let params = FinalizeParams {

@@ -83,7 +83,9 @@ impl StockReduceScatter {
         for (rank, given) in ranks.iter().enumerate() {
             if given.gradients.len() != self.layout.parameters().len() {
                 let (found, expected) = (given.gradients.len(), self.layout.parameters().len());
-                return Err(TideError::usage(format!("rank {rank}: {found} gradients given, the group has {expected}")));
+                return Err(TideError::usage(format!(
+                    "rank {rank}: {found} gradients given, the group has {expected}"
+                )));
             }
             check_slice(&format!("rank {rank}, output"), given.out, 4 * self.layout.packed_elems(), 16)?;
             for (index, (gradient, p)) in given.gradients.iter().zip(self.layout.parameters()).enumerate() {
@@ -187,8 +189,7 @@ impl StockAllGather {
         };
         let (shards, gathered, landings) =
             (new(layout.shard_bytes())?, new(layout.landing_bytes())?, new(layout.landing_bytes())?);
-        let streams =
-            topology.ranks().map(|r| comm.create_stream(r, Priority::Normal)).collect::<Result<_>>()?;
+        let streams = topology.ranks().map(|r| comm.create_stream(r, Priority::Normal)).collect::<Result<_>>()?;
         Ok(Self { comm: comm.clone(), layout, streams, shards, gathered, landings })
     }
 
