@@ -112,7 +112,7 @@ fn the_digest_depends_on_the_data_and_on_nothing_else() {
     let file = model.path("m.safetensors");
     let values = (0..40 * 33).map(|i| (i as f32 * 0.37).sin());
     write_file(&file, &[Tensor::f32("w", &[40, 33], values), Tensor::f32("b", &[5], [0.1, 0.2, 0.3, 0.4, 0.5])]);
-    for (nodes, gpus) in [("1", "8"), ("3", "2"), ("5", "4")] {
+    for (nodes, gpus) in [("1", "8"), ("2", "4"), ("3", "2"), ("5", "4"), ("9", "2")] {
         let base = ["--model", text(&file), "--collective", "rs", "--nodes", nodes, "--gpus", gpus];
         let with = |extra: &[&str]| digest(&[&base[..], extra].concat());
         let plain = with(&[]);
