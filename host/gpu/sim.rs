@@ -306,11 +306,12 @@ impl Inner {
     }
 
     /// Every address behind `address`: itself, or a multicast address's replicas; `None` if it is not valid.
-    fn places(&self, address: u64, bytes: u64) -> Option<Vec<u64>> {
-        let memory = self.scheduler.memory();
-        let places: Vec<u64> =
-            if Memory::is_multicast(address) { memory.replicas(address, bytes)?.collect() } else { vec![address] };
-        places.iter().all(|&p| memory.is_valid(p, bytes)).then_some(places)
+    fn places(&mut self, address: u64, bytes: u64) -> Option<Vec<u64>> {
+        let memory = self.scheduler.memory_mut();
+        if Memory::is_multicast(address) {
+            return Some(memory.replicas(address, bytes)?.collect());
+        }
+        memory.is_valid(address, bytes).then(|| vec![address])
     }
 
     /// Copies some rows; true once all are.
