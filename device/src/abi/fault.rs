@@ -84,12 +84,12 @@ assert_layout!(WaitTag, size 32, kind at 0, rank at 8, wave at 16, epoch at 24);
 
 /// The record of a wait past its deadline, in mapped host memory, one per rank.
 ///
-/// `state` goes 0 → 1 (claimed by the first thread to fail) → 2 (written); the host reads the rest
-/// only after it has seen 2.
+/// The first thread to fail claims it (see [`super::params::Deadline`]), fills it and stores `state` last; the host
+/// reads the rest only after it has seen [`FaultRecord::COMPLETE`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct FaultRecord {
-    /// 0 empty, 1 being written, 2 complete.
+    /// 0, or [`FaultRecord::COMPLETE`].
     pub state: u32,
     /// The network context of the wait, where it has one.
     pub context: u32,
@@ -103,6 +103,11 @@ pub struct FaultRecord {
     pub waited_ns: u64,
     /// Send-queue state of the network where it can be read, else 0.
     pub send_queue: u64,
+}
+
+impl FaultRecord {
+    /// `state` of a record that is written.
+    pub const COMPLETE: u32 = 1;
 }
 
 assert_layout!(FaultRecord, size 72, state at 0, tag at 8, expected at 40, waited_ns at 56, send_queue at 64);

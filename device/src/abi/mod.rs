@@ -4,6 +4,7 @@
 //! atomicity belongs to the operation, so that a word looks alike on a GPU and in the simulator.
 
 pub mod fault;
+pub mod kernel;
 pub mod params;
 pub mod segment;
 pub mod signal;

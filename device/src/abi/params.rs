@@ -2,7 +2,6 @@
 
 use super::assert_layout;
 use super::fault::FaultRecord;
-use super::segment::Segment;
 use bytemuck::{Pod, Zeroable};
 
 /// Most gradients that one fast-path call takes [TIDE §2.5]; the addresses travel in the parameter block.
@@ -19,7 +18,12 @@ pub struct Deadline {
     pub timeout_ns: u64,
     /// Address of the rank's [`FaultRecord`], in mapped host memory.
     pub fault: u64,
+    /// Address of a 4-byte word in device memory, 0 until a thread claims the record: several threads
+    /// may fail at once, and atomics on host memory are not to be had everywhere.
+    pub claim: u64,
 }
+
+assert_layout!(Deadline, size 24, timeout_ns at 0, fault at 8, claim at 16);
 
 impl Deadline {
     /// The record as a pointer.
@@ -66,7 +70,7 @@ pub struct SumParams {
     pub gradients: [u64; GRADIENTS_MAX],
 }
 
-assert_layout!(SumParams, size 2152, deadline at 0, staging at 16, segments at 56, source_count at 80, gradients at 104);
+assert_layout!(SumParams, size 2160, deadline at 0, staging at 24, segments at 64, source_count at 88, gradients at 112);
 
 /// How [`crate::kernels::land`] reads the inboxes of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -124,11 +128,15 @@ pub struct LoopbackHandle {
     pub signals_offset: u64,
     /// Contexts.
     pub context_count: u32,
-    /// Bytes of one bounce stage in shared memory, a multiple of 16.
+    /// Bytes of one bounce stage in shared memory, a multiple of 128.
     pub bounce_bytes: u32,
+    /// This rank's node.
+    pub own_node: u32,
+    /// Zero.
+    pub reserved: u32,
 }
 
-assert_layout!(LoopbackHandle, size 24, arenas at 0, signals_offset at 8, context_count at 16);
+assert_layout!(LoopbackHandle, size 32, arenas at 0, signals_offset at 8, context_count at 16, own_node at 24);
 
 /// One transfer that a rank sends in a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
@@ -212,7 +220,7 @@ pub struct NetRank {
     pub reserved: u32,
 }
 
-assert_layout!(NetRank, size 72, gin at 0, deadline at 8, rounds at 24, progress at 48, rank at 56);
+assert_layout!(NetRank, size 80, gin at 0, deadline at 8, rounds at 32, progress at 56, rank at 64);
 
 /// Parameters of [`crate::kernels::net`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]

@@ -494,46 +494,42 @@ const fn join(low: u32, high: u32) -> u64 {
     (high as u64) << 32 | low as u64
 }
 
-/// Defines PTX entry points: `NAME(PARAMS) => KERNEL;`, where `KERNEL` takes one `*const PARAMS`.
+/// Defines a PTX entry point: `NAME(PARAMS) => KERNEL`, where `KERNEL` takes one `*const PARAMS`.
 ///
 /// The driver copies the parameter block at launch, so an entry takes it by value; but a by-value struct that
 /// is indexed at run time would be copied once more, to each thread's local memory. The entry therefore never
 /// names its argument: it asks for the generic address of its own parameter, which PTX calls `NAME_param_0`,
 /// and hands that on.
-#[allow(unused_macros, reason = "`entry` uses it")]
-macro_rules! ptx_entries {
-    ($($(#[$meta:meta])* $name:ident($params:ty) => $kernel:expr;)+) => {
-        $(
-            $(#[$meta])*
-            ///
-            /// # Safety
-            /// The launch keeps the contract of the kernel, and of the addresses in its parameter block.
-            #[unsafe(no_mangle)]
-            pub unsafe extern "ptx-kernel" fn $name(_params: $params) {
-                let address: u64;
-                // SAFETY: takes the address of the entry's own parameter, which lives as long as the launch;
-                // touches no memory.
-                unsafe {
-                    core::arch::asm!(
-                        "{{",
-                        ".reg .b64 param;",
-                        concat!("mov.b64 param, ", stringify!($name), "_param_0;"),
-                        "cvta.param.u64 {}, param;",
-                        "}}",
-                        out(reg64) address,
-                        options(nomem, nostack)
-                    );
-                }
-                let params = address as *const $params;
-                // SAFETY: `params` is this launch's parameter block: whole, aligned as the type asks, read-only.
-                // The rest is the launch's promise.
-                unsafe { $kernel(params) }
+macro_rules! entry_point {
+    ($name:ident($params:ty) => $kernel:expr) => {
+        /// The entry point of the kernel of this name.
+        ///
+        /// # Safety
+        /// The launch keeps the contract of the kernel, and of the addresses in its parameter block.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "ptx-kernel" fn $name(_params: $params) {
+            let address: u64;
+            // SAFETY: takes the address of the entry's own parameter, which lives as long as the launch;
+            // touches no memory.
+            unsafe {
+                core::arch::asm!(
+                    "{{",
+                    ".reg .b64 param;",
+                    concat!("mov.b64 param, ", stringify!($name), "_param_0;"),
+                    "cvta.param.u64 {}, param;",
+                    "}}",
+                    out(reg64) address,
+                    options(nomem, nostack)
+                );
             }
-        )+
+            let params = address as *const $params;
+            // SAFETY: `params` is this launch's parameter block: whole, aligned as the type asks, read-only.
+            // The rest is the launch's promise.
+            unsafe { $kernel(params) }
+        }
     };
 }
-#[allow(unused_imports, reason = "`entry` uses it")]
-pub(crate) use ptx_entries;
+pub(crate) use entry_point;
 
 /// Panics end the launch with a trap. The device build turns them into traps where they arise, so this is only
 /// what the language asks for.
