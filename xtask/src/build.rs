@@ -1,11 +1,12 @@
 //! The build: the device crate, by cargo, for one architecture.
 
 use crate::provenance::{self, Provenance};
-use crate::table::{Arch, PTX_FEATURE};
+use crate::table::{Arch, Expectation, KERNELS, PTX_FEATURE};
 use crate::toolchain::{Toolchain, cargo_home};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use tide_device::abi::kernel::Kernel;
 
 const TARGET: &str = "nvptx64-nvidia-cuda";
 
@@ -32,8 +33,22 @@ pub fn ptx(root: &Path, toolchain: &Toolchain, arch: Arch) -> Result<String> {
     cargo(root, toolchain, arch, &["rustc", "--lib", "--crate-type", "cdylib"], None)?;
     let built = directory.join(TARGET).join("ptx/tide_device.ptx");
     let text = std::fs::read_to_string(&built).with_context(|| format!("{}", built.display()))?;
-    let text: String = text.lines().flat_map(|line| [line.trim_end(), "\n"]).collect();
+    let mut text: String = text.lines().flat_map(|line| [line.trim_end(), "\n"]).collect();
+    for Expectation { kernel, .. } in KERNELS {
+        state_block_size(&mut text, kernel)?;
+    }
     Ok(header + &text)
+}
+
+/// Tells the assembler the largest block of a kernel, for which Rust has no attribute. Whichever assembler a driver
+/// brings, the registers it gives the kernel then leave room for that block; for one, without the second directive it
+/// would make room for two, and spill.
+fn state_block_size(text: &mut String, kernel: Kernel) -> Result<()> {
+    let name = kernel.name();
+    let entry = text.find(&format!(".entry {name}(")).with_context(|| format!("{name} is no entry point"))?;
+    let body = text[entry..].find("\n{").with_context(|| format!("{name} has no body"))?;
+    text.insert_str(entry + body, &format!("\n.maxntid {}, 1, 1\n.minnctapersm 1", kernel.block_threads_max()));
+    Ok(())
 }
 
 /// Runs clippy over the device crate as it is built for the GPU.

@@ -52,6 +52,8 @@ pub const ARITHMETIC: Statements = (
         "mad.rn.f32 %r1, %r2, %r3, %r4",
         "add.rn.ftz.f32 %r1, %r2, %r3",
         "add.f32 %r1, %r2, %r3",
+        "add.rz.f32x2 %rd1, %rd2, %rd3",
+        "fma.rn.f32x2 %rd1, %rd2, %rd3, %rd4",
         "mul.f32 %r1, %r2, %r3",
         "add.rz.f32 %r1, %r2, %r3",
         "div.approx.f32 %r1, %r2, %r3",
@@ -88,12 +90,13 @@ pub const UNTIDY_RUST: [(&str, &str); 3] = [
 pub fn module() -> String {
     let mut text = String::from(".version 8.6\n.target sm_90\n.address_size 64\n\n");
     for kernel in KERNELS {
-        let name = kernel.name;
+        let name = kernel.name();
         write!(text, ".visible .entry {name}(\n\t.param .align 8 .b8 {name}_param_0[24]\n)\n{{\n").expect("a String");
         for _ in 0..kernel.barriers {
             text.push_str("\tbar.sync \t0, %r1;\n");
         }
         for wanted in kernel.instructions {
+            let wanted = wanted.split('|').next().unwrap_or(wanted);
             if wanted.starts_with('%') {
                 writeln!(text, "\tmov.u64 %rd1, {wanted};").expect("a String");
             } else {
