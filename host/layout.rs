@@ -251,9 +251,8 @@ impl GroupLayout {
         let (mut shard_bytes, mut packed_elems) = (0_u64, 0_u64);
         let mut parameters = Vec::with_capacity(group.parameters.len());
         for p in &group.parameters {
-            let layout = Self::place(p, rank_count, &mut shard_bytes, &mut packed_elems).ok_or_else(|| {
-                LayoutError::TooLarge { name: p.name.clone(), shape: p.shape.clone(), rank_count }
-            })?;
+            let layout = Self::place(p, rank_count, &mut shard_bytes, &mut packed_elems)
+                .ok_or_else(|| LayoutError::TooLarge { name: p.name.clone(), shape: p.shape.clone(), rank_count })?;
             parameters.push(layout);
         }
         Ok(Self { rank_count, parameters, shard_bytes, packed_elems })
@@ -330,7 +329,8 @@ mod tests {
     use super::*;
 
     fn group(shapes: &[&[u64]]) -> Group {
-        let parameters = shapes.iter().enumerate().map(|(i, s)| Parameter::new(format!("p{i}"), *s, Dtype::Bf16).unwrap());
+        let parameters =
+            shapes.iter().enumerate().map(|(i, s)| Parameter::new(format!("p{i}"), *s, Dtype::Bf16).unwrap());
         Group::new(parameters.collect()).unwrap()
     }
 

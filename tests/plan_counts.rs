@@ -115,7 +115,7 @@ fn planned_bytes_stay_within_equation_10() {
             for (mode, staging_slot_count) in [(Mode::InPlace, 2), (Mode::SlotReuse, 2), (Mode::SlotReuse, 3)] {
                 let options = ReduceScatterOptions { mode, staging_slot_count, ..Default::default() };
                 let plan = plan(m, 8, shapes, &options);
-                let row_bytes = plan.geometry.aligned_row_bytes(1);
+                let row_bytes = plan.geometry.aligned_row_bytes(8, 1);
                 let bound =
                     area_bound_bytes(staging_slot_count, plan.generation_count, plan.outbox_block_count, row_bytes);
                 assert!(plan.memory.total_bytes() <= bound, "M={m} {mode}: {:?} above {bound}", plan.memory);
@@ -174,7 +174,7 @@ fn t13_large_rows_are_cut_exactly() {
         let plan = ReduceScatterPlan::new(topology, &layout, grad_bytes, &options).unwrap();
         assert_eq!(plan.geometry.packed_elems, 43_760_000);
         let mut next = 0;
-        for (pass, sub_slice) in (0..pass_count).flat_map(|pass| (0..8).map(move |s| (pass, s))) {
+        for (sub_slice, pass) in (0..8).flat_map(|s| (0..pass_count).map(move |pass| (s, pass))) {
             for chunk in 0..plan.geometry.chunk_count {
                 let range = plan.geometry.chunk_range(pass, sub_slice, chunk);
                 assert_eq!(range.start, next);
@@ -189,7 +189,7 @@ fn t13_large_rows_are_cut_exactly() {
     let plan = ReduceScatterPlan::new(topology, &layout, 2, &ReduceScatterOptions::default()).unwrap();
     assert_eq!(plan.memory.outbox_bytes + plan.memory.spare_bytes, 2 * 8 * 4 * 43_760_128);
     assert_eq!(plan.memory.inbox_bytes, 8 * 4 * 43_760_128);
-    assert_eq!(plan.geometry.pass_elems, 43_760_128);
+    assert_eq!(plan.geometry.block_elems(8), 43_760_128);
 }
 
 /// T32: ranks spread unevenly or in another order are refused alike on every rank.

@@ -5,8 +5,8 @@
 //! a few options; no device, no clock and no I/O. All ranks compute the same plan, and compare
 //! [`ReduceScatterPlan::hash`] to be sure of it.
 //!
-//! A rank's packed fp32 row of `E` elements is cut into `n_part` equal *passes*, a pass into `L`
-//! *sub-slices*, one for each local rank of a contributor, and a sub-slice into *chunks* of what
+//! A rank's packed fp32 row of `E` elements is cut into `L` *sub-slices*, one for each local rank of
+//! a contributor; each of the `n_part` *passes* takes a part of every sub-slice, in *chunks* of what
 //! one staging slot holds ([`Geometry`]). A *block* is what one local rank sends to one rank in one
 //! pass: `L` rows, one for each rank of the destination node, of one sub-slice each [TIDE §4.2].
 
@@ -168,21 +168,22 @@ impl Default for ReduceScatterOptions {
 
 /// How the packed fp32 row is cut. All in elements.
 ///
-/// Passes, sub-slices and chunks have equal capacities, of which the end of the row may leave a
-/// part, or the whole, unused: ranges are clipped to the row.
+/// The row is `L` *sub-slices*, whose number decides who sums an element and in which order its contributors
+/// are added [TIDE §4.2 eq. 7]. So the cut into sub-slices depends on `E` and `L` alone; a pass takes a *part* of every
+/// sub-slice, and a chunk a piece of a part. Capacities are equal, of which the end of a sub-slice or of the row may leave
+/// some, or all, unused: ranges are clipped to both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Geometry {
     /// `E`: elements of the packed row.
     pub packed_elems: u64,
-    /// Capacity of a pass: `L` sub-slices.
-    pub pass_elems: u64,
     /// `E_sub`: capacity of a sub-slice, a multiple of [`SUB_SLICE_ALIGN_ELEMS`] [TIDE §4.2].
     pub sub_slice_elems: u64,
-    /// Elements of a sub-slice that one staging slot holds: a multiple of
-    /// [`SUB_SLICE_ALIGN_ELEMS`], at least that many, and, unless the row is empty, no more than a
-    /// sub-slice.
+    /// Elements of a sub-slice that one pass takes: a multiple of [`SUB_SLICE_ALIGN_ELEMS`]. All of it with one pass.
+    pub part_elems: u64,
+    /// Elements of a part that one staging slot holds: a multiple of
+    /// [`SUB_SLICE_ALIGN_ELEMS`], at least that many, and, unless the row is empty, no more than a part.
     pub chunk_elems: u64,
-    /// Chunks of a sub-slice.
+    /// Chunks of a part.
     pub chunk_count: u64,
 }
 
@@ -196,62 +197,61 @@ impl Geometry {
         chunk_bytes: u64,
     ) -> Result<Self, PlanError> {
         let l = u64::from(topology.local_rank_count());
-        let pass_elems = packed_elems
-            .div_ceil(pass_count.into())
-            .checked_next_multiple_of(l * SUB_SLICE_ALIGN_ELEMS)
-            .filter(|pass| pass.checked_mul(pass_count.into()).is_some_and(|row| row.checked_mul(4).is_some()))
+        let sub_slice_elems = packed_elems
+            .div_ceil(l)
+            .checked_next_multiple_of(SUB_SLICE_ALIGN_ELEMS)
+            .filter(|elems| elems.checked_mul(l).is_some_and(|row| row.checked_mul(8).is_some()))
             .ok_or(PlanError::TooLarge { packed_elems })?;
-        let sub_slice_elems = pass_elems / l;
+        let part_elems = sub_slice_elems.div_ceil(pass_count.into()).next_multiple_of(SUB_SLICE_ALIGN_ELEMS);
         // A lone local rank stages nothing, so no size of a slot bounds its chunks.
         let staged_bytes_per_elem = (l - 1) * l * grad_bytes;
         let chunk_elems = match chunk_bytes.checked_div(staged_bytes_per_elem) {
-            None => sub_slice_elems,
+            None => part_elems,
             Some(elems) if elems < SUB_SLICE_ALIGN_ELEMS => {
                 let min = staged_bytes_per_elem * SUB_SLICE_ALIGN_ELEMS;
                 return Err(PlanError::ChunkBytes { found: chunk_bytes, min });
             }
-            Some(elems) => (elems - elems % SUB_SLICE_ALIGN_ELEMS).min(sub_slice_elems),
+            Some(elems) => (elems - elems % SUB_SLICE_ALIGN_ELEMS).min(part_elems),
         }
         .max(SUB_SLICE_ALIGN_ELEMS);
-        let chunk_count = sub_slice_elems.div_ceil(chunk_elems);
-        Ok(Self { packed_elems, pass_elems, sub_slice_elems, chunk_elems, chunk_count })
+        let chunk_count = part_elems.div_ceil(chunk_elems);
+        Ok(Self { packed_elems, sub_slice_elems, part_elems, chunk_elems, chunk_count })
     }
 
-    /// The packed positions `first..first + len`, as far as the row has them.
-    fn clipped(&self, first: u64, len: u64) -> Range<u64> {
-        first.min(self.packed_elems)..(first + len).min(self.packed_elems)
+    /// Positions `start..end` of a sub-slice, as far as it and the row have them.
+    fn clipped(&self, sub_slice: u32, start: u64, end: u64) -> Range<u64> {
+        let first = u64::from(sub_slice) * self.sub_slice_elems;
+        let at = |within: u64| (first + within.min(self.sub_slice_elems)).min(self.packed_elems);
+        at(start)..at(end)
     }
 
-    /// The packed positions of a sub-slice in a pass, clipped to the row: may be empty.
-    pub fn sub_slice_range(&self, pass: u32, sub_slice: u32) -> Range<u64> {
-        let first = u64::from(pass) * self.pass_elems + u64::from(sub_slice) * self.sub_slice_elems;
-        debug_assert!(u64::from(sub_slice) * self.sub_slice_elems <= self.pass_elems);
-        self.clipped(first, self.sub_slice_elems)
+    /// The packed positions that a pass takes of a sub-slice, clipped to sub-slice and row: may be empty.
+    pub fn part_range(&self, pass: u32, sub_slice: u32) -> Range<u64> {
+        let start = u64::from(pass) * self.part_elems;
+        self.clipped(sub_slice, start, start + self.part_elems)
     }
 
-    /// The packed positions of chunk `chunk` of a sub-slice in a pass, clipped to the row: may be
-    /// empty.
+    /// The packed positions of chunk `chunk` of a sub-slice's part in a pass, clipped likewise: may be empty.
     pub fn chunk_range(&self, pass: u32, sub_slice: u32, chunk: u64) -> Range<u64> {
         debug_assert!(chunk < self.chunk_count);
-        let first = u64::from(pass) * self.pass_elems + u64::from(sub_slice) * self.sub_slice_elems;
-        let (start, end) = (chunk * self.chunk_elems, ((chunk + 1) * self.chunk_elems).min(self.sub_slice_elems));
-        self.clipped(first + start, end - start)
+        let part = u64::from(pass) * self.part_elems;
+        let (start, end) = (chunk * self.chunk_elems, ((chunk + 1) * self.chunk_elems).min(self.part_elems));
+        self.clipped(sub_slice, part + start, part + end)
     }
 
-    /// `L·E_sub`: elements of a block of outbox, inbox or spare, which is one pass's.
+    /// Elements of a block of outbox, inbox or spare, which is one pass's: `L` rows of a part.
     pub fn block_elems(&self, local_rank_count: u32) -> u64 {
-        u64::from(local_rank_count) * self.sub_slice_elems
+        u64::from(local_rank_count) * self.part_elems
     }
 
-    /// Bytes of the row with its alignment, in fp32: the `S_fp32` over which the memory bounds hold
-    /// for a plan of `pass_count` passes.
-    pub fn aligned_row_bytes(&self, pass_count: u32) -> u64 {
-        4 * u64::from(pass_count) * self.pass_elems
+    /// Bytes of the row with its alignment, in fp32, over all passes: the `S_fp32` over which the memory bounds hold.
+    pub fn aligned_row_bytes(&self, local_rank_count: u32, pass_count: u32) -> u64 {
+        4 * u64::from(pass_count) * self.block_elems(local_rank_count)
     }
 
     /// Elements of one row of a staging slot: a chunk, or nothing where there is nothing to stage.
     fn staged_elems(&self) -> u64 {
-        self.chunk_elems.min(self.sub_slice_elems)
+        self.chunk_elems.min(self.part_elems)
     }
 }
 
@@ -462,6 +462,7 @@ mod tests {
     /// Every packed position is in exactly one chunk, of the sub-slice and pass that contain it.
     #[test]
     fn passes_sub_slices_and_chunks_cover_the_row_once_and_in_order() {
+        let one_pass = |l, elems| plan(2, l, elems, &ReduceScatterOptions::default()).unwrap().geometry.sub_slice_elems;
         for l in 1..=8 {
             for elems in [0, 1, 31, 32, 33, 255, 256, 257, 5000, 8192] {
                 for pass_count in 1..=PASS_COUNT_MAX {
@@ -470,12 +471,13 @@ mod tests {
                     let plan = plan(2, l, elems, &options).unwrap();
                     let g = plan.geometry;
                     assert_eq!(g.sub_slice_elems % SUB_SLICE_ALIGN_ELEMS, 0);
+                    assert_eq!(g.part_elems % SUB_SLICE_ALIGN_ELEMS, 0);
                     assert_eq!(g.chunk_elems % SUB_SLICE_ALIGN_ELEMS, 0);
-                    assert_eq!(g.pass_elems, g.block_elems(l));
-                    assert!(elems == 0 || g.chunk_elems <= g.sub_slice_elems);
+                    assert!(elems == 0 || g.chunk_elems <= g.part_elems);
+                    assert_eq!(g.sub_slice_elems, one_pass(l, elems), "passes move the cut into sub-slices");
                     let mut next = 0;
-                    for (pass, s) in (0..pass_count).flat_map(|pass| (0..l).map(move |s| (pass, s))) {
-                        let whole = g.sub_slice_range(pass, s);
+                    for (s, pass) in (0..l).flat_map(|s| (0..pass_count).map(move |pass| (s, pass))) {
+                        let whole = g.part_range(pass, s);
                         assert_eq!(whole.start, next.min(elems));
                         for chunk in 0..g.chunk_count {
                             let range = g.chunk_range(pass, s, chunk);
@@ -484,6 +486,7 @@ mod tests {
                             next = range.end;
                         }
                         assert_eq!(next, whole.end);
+                        assert!(next <= (u64::from(s) + 1) * g.sub_slice_elems);
                     }
                     assert_eq!(next, elems, "L={l} passes={pass_count}");
                 }
@@ -533,7 +536,7 @@ mod tests {
     fn an_empty_row_takes_no_bytes() {
         let plan = plan(16, 8, 0, &ReduceScatterOptions::default()).unwrap();
         assert_eq!((plan.memory.total_bytes(), plan.geometry.chunk_count), (0, 0));
-        assert!(plan.geometry.sub_slice_range(0, 7).is_empty());
+        assert!(plan.geometry.part_range(0, 7).is_empty());
     }
 
     #[test]

@@ -90,14 +90,18 @@ pub struct LandParams {
     pub multicast: u64,
     /// Address of block 0 of the wave's inbox generation at each local rank.
     pub inboxes: [u64; LOCAL_RANKS_MAX],
-    /// The fp32 output from the pass's first packed position on.
+    /// The fp32 output: the packed row.
     pub out: u64,
-    /// fp32 sums of the waves before the last, from the pass's first packed position on.
+    /// fp32 sums of the waves before the last, a row of all sub-slices; 0 with a single wave.
     pub accumulator: u64,
-    /// Elements of a block's row: the sub-slice capacity, a multiple of 4.
+    /// Elements of the packed row.
+    pub packed_elems: u64,
+    /// Capacity of a sub-slice, elements, a multiple of 4.
     pub sub_slice_elems: u64,
-    /// Elements to land: the live part of the pass.
-    pub pass_elems: u64,
+    /// First element of a sub-slice that the pass takes, a multiple of 4.
+    pub part_first: u64,
+    /// Elements of a sub-slice that the pass takes, which is a block's row, a multiple of 4.
+    pub part_elems: u64,
     /// Sub-slices, which is also blocks, rows of a block and local ranks.
     pub local_rank_count: u32,
     /// This rank's row in every block.
@@ -116,7 +120,7 @@ pub struct LandParams {
     pub reserved: u32,
 }
 
-assert_layout!(LandParams, size 136, inboxes at 8, out at 72, pass_elems at 96, local_rank_count at 104, alpha at 128);
+assert_layout!(LandParams, size 152, inboxes at 8, out at 72, part_elems at 112, local_rank_count at 120, alpha at 144);
 
 /// A rank's handle on the loopback network: the peers' arenas as plain addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]

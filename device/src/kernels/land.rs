@@ -2,8 +2,9 @@
 //!
 //! Launch: any grid and block; no shared memory.
 //!
-//! Inputs: the wave's inbox generation at every local rank: `[L][L][sub_slice_elems]` fp32, block `s`, row `l`.
-//! Output: `accumulator` (waves before the last) or `out` (the last), this rank's packed row of the pass, fp32.
+//! Inputs: the wave's inbox generation at every local rank: `[L][L][part_elems]` fp32, block `s`, row `l`.
+//! Output: `accumulator` (waves before the last) or `out` (the last), this rank's packed row, fp32: the part of every
+//! sub-slice that the pass takes.
 //!
 //! ```text
 //! for each sub-slice s, for each unit of it:
@@ -50,10 +51,13 @@ pub unsafe fn land<F: Form>(params: *const LandParams) {
     let p = unsafe { &*params };
     let thread = u64::from(thread::block_idx_x() * thread::block_dim_x() + thread::thread_idx_x());
     let stride = u64::from(thread::grid_dim_x() * thread::block_dim_x()) * UNIT_ELEMS;
+    let part_end = (p.part_first + p.part_elems).min(p.sub_slice_elems);
     for sub_slice in 0..p.local_rank_count {
-        let first = u64::from(sub_slice) * p.sub_slice_elems;
-        let elems = p.pass_elems.saturating_sub(first).min(p.sub_slice_elems);
-        let row = 4 * p.sub_slice_elems * u64::from(sub_slice * p.local_rank_count + p.local_rank);
+        let sub_slice_first = u64::from(sub_slice) * p.sub_slice_elems;
+        let first = sub_slice_first + p.part_first;
+        let end = (sub_slice_first + part_end).min(p.packed_elems);
+        let elems = end.saturating_sub(first);
+        let row = 4 * p.part_elems * u64::from(sub_slice * p.local_rank_count + p.local_rank);
         let mut at = thread * UNIT_ELEMS;
         while at < elems {
             let wave = match F::FORM {
@@ -86,14 +90,14 @@ fn peer_sum(p: &LandParams, sub_slice: u32, offset: u64) -> [f32; 4] {
     if held < p.local_rank_count { add4(sum, [0.0; 4]) } else { sum }
 }
 
-/// Lands a unit at `at`, an element of the pass; `elems` of it exist.
+/// Lands a unit at `at`, an element of the packed row; `elems` of it exist.
 #[inline(always)]
 fn land_unit(p: &LandParams, at: u64, wave: [f32; 4], elems: u64) {
     let accumulator = p.accumulator + 4 * at;
     let total = if p.first_wave == 1 {
         wave
     } else {
-        // SAFETY: the accumulator has the capacity of a pass, a multiple of a unit, and is this thread's here.
+        // SAFETY: the accumulator has the capacity of all sub-slices, each a multiple of a unit; this one is the thread's.
         add4(unsafe { global::load_v4_b32(accumulator) }.map(f32::from_bits), wave)
     };
     if p.last_wave == 0 {

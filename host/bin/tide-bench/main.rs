@@ -1,1 +1,2 @@
+//! The benchmark.
 fn main() {}

@@ -1,0 +1,285 @@
+//! Network rounds, by either path: the tables that a registration uploads, and the calls that run a range of rounds for
+//! every driven rank.
+
+use super::Communicator;
+use crate::arena::Arena;
+use crate::error::Result;
+use crate::gpu::{DeviceBuffer, Launch, Priority, Stream};
+use crate::net::loopback::Loopback;
+use crate::net::{HostPut, Net, Path};
+use crate::plan::{Node, Rank};
+use std::sync::Arc;
+use tide_device::abi::fault::{Operation, WaitKind, WaitTag};
+use tide_device::abi::params::{Credit, FinalizeParams, NetArrival, NetParams, NetPut, NetRank, NetRound};
+
+/// One rank's part of a round.
+#[derive(Debug, Clone, Default)]
+pub(super) struct RankRound {
+    pub(super) puts: Vec<NetPut>,
+    pub(super) arrivals: Vec<NetArrival>,
+    pub(super) wave: u32,
+    pub(super) round: u32,
+}
+
+/// What a launch of rounds needs to know besides the tables.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RoundsCall {
+    pub(super) epoch: u64,
+    /// Transfers that every pair has exchanged once this one is done.
+    pub(super) sequence: u64,
+    /// Added to every put's source offset.
+    pub(super) source_shift: u64,
+    /// What the progress words hold before.
+    pub(super) progress_first: u64,
+    pub(super) first: u32,
+    pub(super) count: u32,
+}
+
+/// The rounds of one collective, and the network they go over.
+pub(super) struct Rounds {
+    comm: Communicator,
+    net: Arc<dyn Net>,
+    operation: Operation,
+    /// Per rank, then per round.
+    rounds: Vec<Vec<RankRound>>,
+    /// Per rank, then per credit table.
+    credits: Vec<Vec<Vec<Credit>>>,
+    /// Device path: the uploaded credits, as `credits`.
+    credit_tables: Vec<Vec<DeviceBuffer>>,
+    launches: Vec<DeviceLaunch>,
+}
+
+/// The one launch that carries all ranks of a device.
+struct DeviceLaunch {
+    stream: Stream,
+    ranks: Vec<Rank>,
+    table: DeviceBuffer,
+    warps: u32,
+    _tables: Vec<DeviceBuffer>,
+}
+
+impl Rounds {
+    /// Uploads the tables. `rounds` and `credits` are per rank; `progress` gives a rank's progress word, or null.
+    pub(super) fn new(
+        comm: &Communicator,
+        arena: &Arc<Arena>,
+        operation: Operation,
+        rounds: Vec<Vec<RankRound>>,
+        credits: Vec<Vec<Vec<Credit>>>,
+        progress: impl Fn(Rank) -> u64,
+    ) -> Result<Self> {
+        let gpu = comm.gpu();
+        let context_count = comm.options().context_count;
+        let net = Loopback::new(gpu, arena, context_count, comm.timeout_ns(), |r| comm.device_of(r))?;
+        let mut this = Self {
+            comm: comm.clone(),
+            net: Arc::new(net),
+            operation,
+            rounds,
+            credits,
+            credit_tables: Vec::new(),
+            launches: Vec::new(),
+        };
+        if comm.options().path == Path::Device {
+            this.upload_rounds(progress)?;
+            this.upload_credits()?;
+        }
+        Ok(this)
+    }
+
+    fn upload_rounds(&mut self, progress: impl Fn(Rank) -> u64) -> Result<()> {
+        let gpu = self.comm.gpu();
+        let widest = self.rounds.iter().flatten().map(|r| r.puts.len().max(r.arrivals.len())).max().unwrap_or(0);
+        for device in 0..gpu.device_count() {
+            let ranks: Vec<Rank> = self.comm.topology().ranks().filter(|r| self.comm.device_of(*r) == device).collect();
+            if ranks.is_empty() {
+                continue;
+            }
+            let (mut tables, mut entries) = (Vec::new(), Vec::new());
+            for &rank in &ranks {
+                let (mut rounds, mut puts, mut arrivals) = (Vec::new(), Vec::new(), Vec::new());
+                for round in &self.rounds[rank.0 as usize] {
+                    rounds.push(NetRound {
+                        put_first: puts.len() as u32,
+                        put_count: round.puts.len() as u32,
+                        arrival_first: arrivals.len() as u32,
+                        arrival_count: round.arrivals.len() as u32,
+                        wave: round.wave,
+                        round: round.round,
+                    });
+                    puts.extend_from_slice(&round.puts);
+                    arrivals.extend_from_slice(&round.arrivals);
+                }
+                let rounds = DeviceBuffer::from_slice(gpu, device, &rounds)?;
+                let puts = DeviceBuffer::from_slice(gpu, device, &puts)?;
+                let arrivals = DeviceBuffer::from_slice(gpu, device, &arrivals)?;
+                entries.push(NetRank {
+                    gin: self.net.handle(rank).0,
+                    deadline: self.comm.deadline(rank),
+                    rounds: rounds.address().0,
+                    puts: puts.address().0,
+                    arrivals: arrivals.address().0,
+                    progress: progress(rank),
+                    rank: rank.0,
+                    local_rank_count: self.comm.topology().local_rank_count(),
+                    operation: self.operation as u32,
+                    reserved: 0,
+                });
+                tables.extend([rounds, puts, arrivals]);
+            }
+            // A warp per transfer of the widest round, as far as shared memory and a sensible block allow.
+            let fitting = gpu.properties(device).shared_bytes_max / self.net.shared_bytes_per_warp();
+            let warps = (widest as u32).clamp(1, fitting.clamp(1, 8));
+            let table = DeviceBuffer::from_slice(gpu, device, &entries)?;
+            let stream = self.comm.create_device_stream(device, Priority::High)?;
+            self.launches.push(DeviceLaunch { stream, ranks, table, warps, _tables: tables });
+        }
+        Ok(())
+    }
+
+    fn upload_credits(&mut self) -> Result<()> {
+        for rank in self.comm.topology().ranks() {
+            let device = self.comm.device_of(rank);
+            let upload = |credits: &Vec<Credit>| DeviceBuffer::from_slice(self.comm.gpu(), device, credits);
+            let tables = self.credits[rank.0 as usize].iter().map(upload).collect::<Result<_>>()?;
+            self.credit_tables.push(tables);
+        }
+        Ok(())
+    }
+
+    /// Runs a range of rounds on every rank, in its stream.
+    pub(super) fn run(&self, streams: &[Stream], call: &RoundsCall) -> Result<()> {
+        if call.count == 0 {
+            return Ok(());
+        }
+        match self.comm.options().path {
+            Path::Device => self.launch(streams, call),
+            Path::Host => (call.first..call.first + call.count)
+                .try_for_each(|round| self.enqueue_round(streams, round as usize, call, |_| Ok(()))),
+        }
+    }
+
+    fn launch(&self, streams: &[Stream], call: &RoundsCall) -> Result<()> {
+        let gpu = self.comm.gpu();
+        for launch in &self.launches {
+            for rank in &launch.ranks {
+                self.comm.join(streams[rank.0 as usize], [launch.stream])?;
+            }
+            let params = NetParams {
+                ranks: launch.table.address().0,
+                epoch: call.epoch,
+                sequence: call.sequence,
+                source_shift: call.source_shift,
+                progress_first: call.progress_first,
+                round_first: call.first,
+                round_count: call.count,
+                stripe_bytes: self.comm.options().stripe_bytes,
+            };
+            let warp_size = gpu.properties(self.comm.device_of(launch.ranks[0])).shape.warp_size;
+            // SAFETY: the tables live as long as `self`, which outlives its work (see `Drop` of the collectives); all
+            // ranks of the device are in this launch.
+            unsafe {
+                gpu.launch(
+                    launch.stream,
+                    &Launch {
+                        kernel: self.net.rounds_kernel(),
+                        grid: launch.ranks.len() as u32,
+                        block: launch.warps * warp_size,
+                        shared_bytes: launch.warps * self.net.shared_bytes_per_warp(),
+                        params: bytemuck::bytes_of(&params),
+                    },
+                )?;
+            }
+            self.comm.join(launch.stream, launch.ranks.iter().map(|r| streams[r.0 as usize]))?;
+        }
+        Ok(())
+    }
+
+    /// One round on the host path: all ranks' puts, then all ranks' waits, then `arrived` for each rank.
+    pub(super) fn enqueue_round(
+        &self,
+        streams: &[Stream],
+        round: usize,
+        call: &RoundsCall,
+        mut arrived: impl FnMut(Rank) -> Result<()>,
+    ) -> Result<()> {
+        for rank in self.comm.topology().ranks() {
+            let stream = streams[rank.0 as usize];
+            for put in &self.rounds[rank.0 as usize][round].puts {
+                let expected = call.sequence - u64::from(put.credit_lead);
+                let tag = self.tag(rank, Node(put.peer), round, call.epoch, WaitKind::Credit);
+                self.net.wait(stream, rank, put.credit, expected, tag)?;
+                self.net.put(
+                    stream,
+                    &HostPut {
+                        from: rank,
+                        to: Node(put.peer),
+                        source_offset: put.source_offset + call.source_shift,
+                        destination_offset: put.destination_offset,
+                        bytes: put.bytes,
+                        signal: put.signal,
+                        value: call.sequence,
+                    },
+                )?;
+            }
+        }
+        for rank in self.comm.topology().ranks() {
+            let stream = streams[rank.0 as usize];
+            for arrival in &self.rounds[rank.0 as usize][round].arrivals {
+                let tag = self.tag(rank, Node(arrival.peer), round, call.epoch, WaitKind::Arrival);
+                self.net.wait(stream, rank, arrival.signal, call.sequence, tag)?;
+            }
+            arrived(rank)?;
+        }
+        Ok(())
+    }
+
+    fn tag(&self, rank: Rank, peer: Node, round: usize, epoch: u64, kind: WaitKind) -> WaitTag {
+        let topology = self.comm.topology();
+        let place = &self.rounds[rank.0 as usize][round];
+        WaitTag {
+            kind: kind as u32,
+            operation: self.operation as u32,
+            rank: rank.0,
+            peer: topology.rank(peer, topology.local_of(rank)).0,
+            wave: place.wave,
+            round: place.round,
+            epoch,
+        }
+    }
+
+    /// Returns the credits of a table to the peers of a rank: raises them to `value`, one more than before.
+    pub(super) fn return_credits(&self, stream: Stream, rank: Rank, table: usize, value: u64) -> Result<()> {
+        let credits = &self.credits[rank.0 as usize][table];
+        if credits.is_empty() {
+            return Ok(());
+        }
+        if self.comm.options().path == Path::Host {
+            return credits.iter().try_for_each(|c| self.net.signal(stream, rank, Node(c.peer), c.signal, value));
+        }
+        let gpu = self.comm.gpu();
+        let params = FinalizeParams {
+            gin: self.net.handle(rank).0,
+            credits: self.credit_tables[rank.0 as usize][table].address().0,
+            credit_count: credits.len() as u64,
+        };
+        // SAFETY: the table lives as long as `self`.
+        unsafe {
+            gpu.launch(
+                stream,
+                &Launch {
+                    kernel: self.net.finalize_kernel(),
+                    grid: 1,
+                    block: gpu.properties(self.comm.device_of(rank)).shape.warp_size,
+                    shared_bytes: self.net.shared_bytes_per_warp(),
+                    params: bytemuck::bytes_of(&params),
+                },
+            )
+        }
+    }
+
+    /// The streams that the rounds own.
+    pub(super) fn streams(&self) -> impl Iterator<Item = Stream> + '_ {
+        self.launches.iter().map(|l| l.stream)
+    }
+}
