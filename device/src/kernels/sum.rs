@@ -31,6 +31,21 @@ use crate::wait::{self, Look};
 /// Units that a consumer holds in registers: a tile is `consumers × UNITS` units.
 pub const UNITS: usize = 8;
 
+/// Repeats `body` for each of a consumer's units. In each copy `k` is a constant: arrays that are indexed at run time
+/// lie in local memory, not in registers.
+macro_rules! for_each_unit {
+    ($k:ident => $body:block) => {
+        for_each_unit!([0, 1, 2, 3, 4, 5, 6, 7] $k => $body)
+    };
+    ([$($index:literal),+] $k:ident => $body:block) => {{
+        const _: () = assert!([$($index),+].len() == UNITS);
+        $({
+            let $k: usize = $index;
+            $body
+        })+
+    }};
+}
+
 /// Elements of a tile, for `consumers` consumer threads.
 pub const fn tile_elems(consumers: u32) -> u32 {
     consumers * UNITS as u32 * UNIT_ELEMS
@@ -59,6 +74,7 @@ struct Place {
 }
 
 impl Ring {
+    #[inline(always)]
     fn new<T: Gradient>(stage_count: u32, consumers: u32) -> Self {
         let stages = shared::dynamic();
         let stage_bytes = tile_elems(consumers) * T::BYTES;
@@ -112,6 +128,7 @@ struct Items {
 }
 
 impl Items {
+    #[inline(always)]
     fn of_block(p: &SumParams, tile_elems: u32) -> Self {
         let tile_elems = u64::from(tile_elems);
         let tiles_per_row = p.row_elems.div_ceil(tile_elems);
@@ -173,6 +190,7 @@ pub unsafe fn sum<T: Gradient>(params: *const SumParams) {
     }
 }
 
+#[inline(always)]
 fn wait_stage(p: &SumParams, barrier: Mbarrier, parity: u32, kind: WaitKind) {
     wait::until(
         p.deadline,
@@ -194,6 +212,7 @@ fn wait_stage(p: &SumParams, barrier: Mbarrier, parity: u32, kind: WaitKind) {
     );
 }
 
+#[inline(always)]
 fn produce<T: Gradient>(p: &SumParams, ring: Ring, consumers: u32) {
     let mut place = Ring::START;
     for item in Items::of_block(p, tile_elems(consumers)) {
@@ -213,6 +232,7 @@ fn produce<T: Gradient>(p: &SumParams, ring: Ring, consumers: u32) {
     }
 }
 
+#[inline(always)]
 fn consume<T: Gradient>(p: &SumParams, ring: Ring, consumers: u32) {
     let consumer = thread::thread_idx_x() - thread::WARP_SIZE;
     let unit_of = |k: usize| (consumer + k as u32 * consumers) * UNIT_ELEMS;
@@ -221,34 +241,34 @@ fn consume<T: Gradient>(p: &SumParams, ring: Ring, consumers: u32) {
         // Own units first: their latency hides behind the waits for the stages.
         let mut own = [T::ZERO; UNITS];
         let mut live = [0_u32; UNITS];
-        let mut segments = OwnSlice::new::<T>(p, item.row);
-        for k in 0..UNITS {
+        let mut segments = OwnSlice::new(p, item.row);
+        for_each_unit!(k => {
             if unit_of(k) < item.elems {
                 (own[k], live[k]) = segments.unit::<T>(p.packed_first + item.first + u64::from(unit_of(k)));
             }
-        }
+        });
         let mut sums = [[ADD_IDENTITY; UNIT_ELEMS as usize]; UNITS];
         for _ in 0..p.source_count {
             // ORDER: acquire of the bulk load's completion: the tile is readable.
             wait_stage(p, ring.full(place), place.lap, WaitKind::StageFull);
-            for k in 0..UNITS {
+            for_each_unit!(k => {
                 if unit_of(k) < item.elems {
                     // SAFETY: inside the loaded part of the stage, which is a multiple of a unit.
                     let staged = unsafe { T::load_shared(ring.stage(place).add(unit_of(k) * T::BYTES)) };
                     sums[k] = add4(sums[k], T::widen(staged));
                 }
-            }
+            });
             // SAFETY: one arrival per consumer and lap, as `init` counted.
             unsafe { ring.free(place).arrive() };
             place = ring.next(place);
         }
         let out = p.out + 4 * (u64::from(item.row) * p.out_pitch_elems + item.first);
-        for k in 0..UNITS {
+        for_each_unit!(k => {
             if unit_of(k) < item.elems {
                 let value = add4(sums[k], T::widen(own[k]));
                 store_unit(out + 4 * u64::from(unit_of(k)), value, live[k], item.elems - unit_of(k));
             }
-        }
+        });
     }
 }
 
@@ -284,7 +304,8 @@ struct OwnSlice<'a> {
 }
 
 impl<'a> OwnSlice<'a> {
-    fn new<T: Gradient>(p: &'a SumParams, row: u32) -> Self {
+    #[inline(always)]
+    fn new(p: &'a SumParams, row: u32) -> Self {
         let destination = u64::from(p.first_rank + row);
         let mut slice =
             Self { p, destination, next_segment: 0, packed_first: 0, packed_end: 0, address: 0, live_elems: 0 };
@@ -292,12 +313,14 @@ impl<'a> OwnSlice<'a> {
         slice
     }
 
+    #[inline(always)]
     fn segment(&self, index: u32) -> Segment {
         // SAFETY: `segments` has `segment_count` entries and positions are inside the packed row, so the search ends.
         unsafe { *(self.p.segments as *const Segment).add(index as usize) }
     }
 
     /// The first segment that ends after `packed`, by bisection.
+    #[inline(always)]
     fn first_segment_at(&self, packed: u64) -> u32 {
         let (mut low, mut high) = (0, self.p.segment_count);
         while low < high {
@@ -339,7 +362,7 @@ impl<'a> OwnSlice<'a> {
     }
 
     /// A unit that is unaligned, or crosses the end of a parameter, of its rows or of the packed row.
-    #[inline(never)]
+    #[inline(always)]
     fn unit_by_lanes<T: Gradient>(&mut self, packed: u64) -> (T::Unit, u32) {
         let (mut unit, mut live) = (T::ZERO, 0);
         for lane in 0..UNIT_ELEMS {
