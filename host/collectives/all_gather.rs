@@ -333,7 +333,7 @@ impl AllGather {
                 (call.first, call.count) = (index as u32, 1);
                 self.rounds.run(&self.net_streams, &call)?;
             }
-            let round = self.gather_rounds[index].clone();
+            let round = self.gather_rounds[index];
             for rank in self.topology().ranks() {
                 let (net, scatter) = (self.net_streams[rank.0 as usize], self.streams[rank.0 as usize].scatter);
                 if on_device {

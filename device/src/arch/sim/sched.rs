@@ -2,11 +2,11 @@
 //!
 //! # Safety argument
 //!
-//! Everything lives in one [`World`], reached through a raw pointer: from [`Scheduler`]'s methods, and, while
+//! Everything lives in one `World`, reached through a raw pointer: from [`Scheduler`]'s methods, and, while
 //! a coroutine runs, from the operations that it performs. A coroutine runs only inside [`Scheduler::step`],
 //! which holds no reference into the world across the resume; operations hold none across a suspension.
 //! So at any moment at most one reference is in use. The scheduler may move between OS threads between steps:
-//! coroutines keep no thread-local address across a suspension, because [`current`] is never inlined.
+//! coroutines keep no thread-local address across a suspension, because `current` is never inlined.
 
 use super::block::{Block, MbarrierState, SharedMemory};
 use super::memory::Memory;
