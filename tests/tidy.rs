@@ -36,7 +36,11 @@ fn offences(files: &[(PathBuf, String)], words: &[&str]) -> Vec<String> {
 }
 
 const RULES: [(&str, &[&str], &str); 8] = [
-    ("host/layout.rs", &["crate::gpu", "crate::net", "crate::plan", "crate::arena", "crate::collectives"], "layout is pure"),
+    (
+        "host/layout.rs",
+        &["crate::gpu", "crate::net", "crate::plan", "crate::arena", "crate::collectives"],
+        "layout is pure",
+    ),
     ("host/plan", &["crate::gpu", "crate::net", "crate::arena", "crate::collectives", "std::time"], "plan is pure"),
     ("host/arena.rs", &["crate::net", "crate::collectives", "gpu::sim", "gpu::cuda"], "the arena knows no collective"),
     ("host/net", &["crate::collectives", "gpu::sim", "gpu::cuda"], "a network knows no collective"),

@@ -224,7 +224,12 @@ impl ReduceScatter {
         let slot = self.staging_slot_offset(item);
         let device = self.comm.device_of(rank);
         let shape = self.gpu().properties(device).shape;
-        let stage_bytes = sum::shared_bytes(shape.sum_consumers, 1, self.dtype.bytes() as u32);
+        let kernel = match self.dtype {
+            GradientDtype::Bf16 => Kernel::SumBf16,
+            GradientDtype::F32 => Kernel::SumF32,
+        };
+        let consumers = shape.sum_consumers.min(kernel.block_threads_max() - shape.warp_size);
+        let stage_bytes = sum::shared_bytes(consumers, 1, self.dtype.bytes() as u32);
         let stage_count = (shape.sum_shared_bytes / stage_bytes).clamp(1, SUM_STAGES_MAX);
         let mut gradients = [0; GRADIENTS_MAX];
         for (address, gradient) in gradients.iter_mut().zip(&given.gradients) {
@@ -248,15 +253,11 @@ impl ReduceScatter {
             rank: rank.0,
             gradients,
         };
-        let kernel = match self.dtype {
-            GradientDtype::Bf16 => Kernel::SumBf16,
-            GradientDtype::F32 => Kernel::SumF32,
-        };
         let launch = Launch {
             kernel,
             grid: self.plan.sum_cta_count,
-            block: shape.warp_size + shape.sum_consumers,
-            shared_bytes: sum::shared_bytes(shape.sum_consumers, stage_count, self.dtype.bytes() as u32),
+            block: shape.warp_size + consumers,
+            shared_bytes: sum::shared_bytes(consumers, stage_count, self.dtype.bytes() as u32),
             params: bytemuck::bytes_of(&params),
         };
         // SAFETY: addresses of the arena and of tables that live as long as `self`; gradients as checked by
