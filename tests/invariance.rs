@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Case, bits, normal};
-use tide_gpu::plan::ReduceScatterOptions;
+use tide_gpu::plan::{Mode, ReduceScatterOptions};
 use tide_gpu::{GradientDtype, Path, Scale};
 
 const TOPOLOGIES: [(u32, u32); 5] = [(1, 8), (2, 4), (3, 2), (5, 4), (9, 2)];
@@ -40,7 +40,12 @@ fn variants(base: &Case) -> Vec<(String, Case)> {
     let chunks = ReduceScatterOptions { chunk_bytes: Some(least_chunk), ..options() };
     variants.push(("least chunks".into(), chunks.clone()));
     let all = ReduceScatterOptions { pass_count: 3, round_width: Some(2), staging_slot_count: 1, ..chunks };
-    variants.push(("all at once".into(), all));
+    variants.push(("all at once".into(), all.clone()));
+    for k in [1, 2, 4] {
+        let slot_reuse = ReduceScatterOptions { mode: Mode::SlotReuse, round_width: Some(k), ..options() };
+        variants.push((format!("slot-reuse, k {k}"), slot_reuse));
+    }
+    variants.push(("slot-reuse, all at once".into(), ReduceScatterOptions { mode: Mode::SlotReuse, ..all }));
     variants.into_iter().map(|(name, options)| (name, Case { options, ..base.clone() })).collect()
 }
 

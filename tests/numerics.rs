@@ -5,7 +5,7 @@ mod common;
 
 use common::{Case, assert_close, bits, int_fill, normal, oracle, reference};
 use proptest::prelude::*;
-use tide_gpu::plan::ReduceScatterOptions;
+use tide_gpu::plan::{Mode, ReduceScatterOptions};
 use tide_gpu::{GradientDtype, Path, Scale};
 
 const TOPOLOGIES: [(u32, u32); 12] =
@@ -144,6 +144,8 @@ proptest! {
         k in 1_u32..=5,
         sum_cta_count in 1_u32..=3,
         small_chunks: bool,
+        slot_reuse: bool,
+        calls in 1_usize..=3,
     ) {
         let mut case = Case::new(m, l, &[]).seed(seed);
         case.shapes = shapes.iter().map(|&(d, k, flat)| if flat { vec![d] } else { vec![d, k] }).collect();
@@ -157,10 +159,12 @@ proptest! {
             round_width: Some(k),
             sum_cta_count,
             chunk_bytes: small_chunks.then_some(chunk_bytes),
+            mode: if slot_reuse { Mode::SlotReuse } else { Mode::InPlace },
             ..Default::default()
         };
-        case.scale = Scale { alpha: 0.3, accumulate: seed % 2 == 0 };
+        case.scale = Scale { alpha: 0.3, accumulate: calls == 1 && seed % 2 == 0 };
         case.previous = -1.5;
+        case.calls = calls;
         let all: Vec<_> = (0..m * l).map(|r| normal(&case.shapes, seed, r)).collect();
         let got = case.run(|_, r| all[r as usize].clone());
         let topology = (u64::from(m), u64::from(l));

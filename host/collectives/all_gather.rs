@@ -16,7 +16,7 @@
 //! | progress | the rank itself (device path) | its network kernel | rounds | the round has arrived |
 
 use super::node::{NodeSignals, Place};
-use super::rounds::{RankRound, Rounds, RoundsCall};
+use super::rounds::{BlockRing, RankRound, Rounds, RoundsCall};
 use super::{Communicator, RankEvents, check_fast_path, check_rank_count, check_slice};
 use crate::arena::{Arena, ArenaLayout, REGION_ALIGN_BYTES, Region, Signals};
 use crate::error::{Result, TideError};
@@ -319,7 +319,7 @@ impl AllGather {
         let mut call = RoundsCall {
             epoch: self.epoch,
             sequence: value,
-            source_shift: 0,
+            blocks: BlockRing::NONE,
             progress_first: self.epoch * round_count,
             first: 0,
             count: round_count as u32,
@@ -439,6 +439,7 @@ fn network_tables(
                     credit: regions.credit.signal(target.0),
                     credit_lead: 1,
                     source_offset: slots(round.sent_slots().start),
+                    source_block: 0,
                     destination_offset: slots(round.received_slots().start),
                     bytes,
                 }],

@@ -27,7 +27,7 @@ use crate::arena::Arena;
 use crate::error::{Result, TideError};
 use crate::gpu::{DeviceBuffer, DeviceSlice, Event, Fill2d, Gpu, Priority, Stream};
 use crate::layout::{Group, GroupLayout};
-use crate::plan::{Mode, Rank, ReduceScatterOptions, ReduceScatterPlan, Topology};
+use crate::plan::{Rank, ReduceScatterOptions, ReduceScatterPlan, Topology};
 use std::sync::Arc;
 use tables::Regions;
 use tide_device::abi::fault::Operation;
@@ -74,12 +74,33 @@ pub struct ReduceScatter {
     descriptor_count: u64,
 }
 
+/// One call, while it is enqueued.
+struct Call<'a> {
+    ranks: &'a [RankGradients],
+    scale: Scale,
+    bank: u32,
+    /// Per remote block in sending order, then per rank: when it is summed.
+    remote_sums: Vec<Vec<Event>>,
+    /// Per pass, then per rank: when the own node's partial is.
+    own_sums: Vec<Vec<Event>>,
+    /// Per rank.
+    read: Vec<Event>,
+    done: Vec<Event>,
+}
+
+impl<'a> Call<'a> {
+    fn new(ranks: &'a [RankGradients], scale: Scale, bank: u32) -> Self {
+        let (remote_sums, own_sums) = (Vec::new(), Vec::new());
+        Self { ranks, scale, bank, remote_sums, own_sums, read: Vec::new(), done: Vec::new() }
+    }
+}
+
 impl ReduceScatter {
     /// Plans a reduce-scatter of `group`, allocates its arena on every rank and uploads its tables.
     ///
     /// # Errors
     /// [`TideError::Layout`] and [`TideError::Plan`] for what has no plan; [`TideError::Unsupported`] for a group of more
-    /// than 256 parameters, which [`super::StockReduceScatter`] takes, and for [`Mode::SlotReuse`]; what the driver refuses.
+    /// than 256 parameters, which [`super::StockReduceScatter`] takes; what the driver refuses.
     pub fn new(
         comm: &Communicator,
         group: &Group,
@@ -91,10 +112,6 @@ impl ReduceScatter {
         let topology = comm.topology();
         let layout = GroupLayout::new(group, u64::from(topology.rank_count()))?;
         let plan = ReduceScatterPlan::new(topology, &layout, dtype.bytes(), options)?;
-        if plan.mode != Mode::InPlace {
-            let needed = "gradients that stay in place (mode in-place)".into();
-            return Err(TideError::Unsupported { needed, found: plan.mode.to_string() });
-        }
         let (arena_layout, regions) = tables::regions(&plan, comm.options().context_count);
         let arena = Arc::new(Arena::new(comm.gpu(), topology, arena_layout, |r| comm.device_of(r))?);
         let (tables, credits) = tables::network(&plan, &regions, comm.options().context_count);
@@ -188,8 +205,10 @@ impl ReduceScatter {
                 self.gpu().wait_event(streams.land, ready)?;
             }
         }
-        let (sums, read) = self.read_phase(ranks, bank)?;
-        let done = self.network_phase(ranks, scale, bank, &sums)?;
+        let mut call = Call::new(ranks, scale, bank);
+        self.read_phase(&mut call)?;
+        self.network_phase(&mut call)?;
+        let Call { read, done, .. } = call;
         for rank in self.topology().ranks() {
             self.bank_free[bank as usize][rank.0 as usize] =
                 Some(self.gpu().record(self.net_streams[rank.0 as usize])?);

@@ -1,32 +1,29 @@
 //! The network phase: rounds and landings, wave by wave [TIDE §4.2, App. E alg. 1 l. 10-21].
 
-use super::{RankGradients, ReduceScatter};
+use super::{Call, ReduceScatter};
 use crate::collectives::Scale;
-use crate::collectives::rounds::RoundsCall;
+use crate::collectives::rounds::{BlockRing, RoundsCall};
 use crate::error::Result;
 use crate::gpu::{Copy2d, DeviceSlice, Event, Fill2d, Launch, Stream};
-use crate::plan::{Rank, Wave, latin_square};
+use crate::plan::{Rank, Wave, latin_square, outbox};
+use std::ops::Range;
 use tide_device::abi::fault::WaitKind;
 use tide_device::abi::kernel::Kernel;
 use tide_device::abi::params::{LOCAL_RANKS_MAX, LandParams};
 
 impl ReduceScatter {
-    /// Sends and lands everything; gives the event of each rank's last landing.
-    pub(super) fn network_phase(
-        &mut self,
-        ranks: &[RankGradients],
-        scale: Scale,
-        bank: u32,
-        sums: &[Vec<Event>],
-    ) -> Result<Vec<Event>> {
-        let mut done = Vec::new();
+    /// Sends and lands everything.
+    pub(super) fn network_phase(&mut self, call: &mut Call<'_>) -> Result<()> {
         for pass in 0..self.plan.pass_count {
-            for wave in &self.plan.waves {
-                self.net_wave(wave, pass, bank, sums)?;
-                done = self.land_wave(ranks, scale, wave, pass)?;
+            for index in 0..self.plan.waves.len() {
+                let wave = self.plan.waves[index].clone();
+                self.open_wave(&wave, pass)?;
+                self.send_wave(call, &wave, pass)?;
+                self.close_wave(call, &wave, pass)?;
+                call.done = self.land_wave(call, &wave, pass)?;
             }
         }
-        Ok(done)
+        Ok(())
     }
 
     /// Passes over the network before this one, over all calls; every pair of nodes exchanges one block in each.
@@ -49,39 +46,78 @@ impl ReduceScatter {
         self.wave_sequence(pass, 0).checked_sub(u64::from(count - last))
     }
 
-    /// A wave's rounds on every rank, up to "this rank's inbox holds the wave".
-    fn net_wave(&self, wave: &Wave, pass: u32, bank: u32, sums: &[Vec<Event>]) -> Result<()> {
-        let topology = self.topology();
-        let remote_count = topology.node_count() - 1;
-        for rank in topology.ranks() {
+    /// Makes a wave's inbox generation ready on every rank: landed before, and free of what no contributor overwrites.
+    fn open_wave(&self, wave: &Wave, pass: u32) -> Result<()> {
+        for rank in self.topology().ranks() {
             let stream = self.net_streams[rank.0 as usize];
             if let Some(previous) = self.previous_on_generation(pass, wave) {
                 let why = (WaitKind::WaveLanded, self.place(wave.index));
                 self.node.wait_node(stream, rank, self.regions.landed, previous + 1, why)?;
             }
             self.zero_stale_blocks(stream, rank, wave)?;
-            for contributor in wave.remote_contributors() {
-                let block = pass * remote_count + contributor - 1;
-                self.gpu().wait_event(stream, sums[rank.0 as usize][block as usize])?;
+        }
+        Ok(())
+    }
+
+    /// A wave's rounds on every rank: all at once where the outbox holds every block, else one by one, each followed by
+    /// the sums that go into the blocks it has sent [TIDE App. E alg. 1 l. 12-18].
+    fn send_wave(&mut self, call: &mut Call<'_>, wave: &Wave, pass: u32) -> Result<()> {
+        let first = self.plan.waves[..wave.index as usize].iter().map(|w| w.rounds.len() as u32).sum();
+        if self.plan.reads_never_wait() {
+            return self.run_rounds(call, pass, first, &wave.rounds);
+        }
+        for (index, round) in wave.rounds.iter().enumerate() {
+            self.run_rounds(call, pass, first + index as u32, std::slice::from_ref(round))?;
+            // A round ends with a flush: the blocks it sent may be summed into again, in sending order.
+            for rank in self.topology().ranks() {
+                self.comm.join(self.net_streams[rank.0 as usize], [self.streams(rank).sum])?;
+            }
+            let sent = outbox::block_index(self.topology().node_count(), pass, round.end - 1) + 1;
+            let holds = (sent + self.plan.outbox_block_count).min(self.plan.remote_block_count());
+            for block in call.remote_sums.len() as u32..holds {
+                self.sum_remote(call, block)?;
+            }
+            if call.read.is_empty() && call.remote_sums.len() as u32 == self.plan.remote_block_count() {
+                self.record_reads(call)?;
             }
         }
-        let first = self.plan.waves[..wave.index as usize].iter().map(|w| w.rounds.len() as u32).sum();
-        let bank_shift = u64::from(bank * self.plan.outbox_block_count) * self.plan.block_bytes();
-        let call = RoundsCall {
+        Ok(())
+    }
+
+    /// Consecutive rounds, behind the sums of what they send.
+    fn run_rounds(&self, call: &Call<'_>, pass: u32, first: u32, rounds: &[Range<u32>]) -> Result<()> {
+        let node_count = self.topology().node_count();
+        for contributor in rounds.iter().cloned().flatten() {
+            let block = outbox::block_index(node_count, pass, contributor);
+            for rank in self.topology().ranks() {
+                let sum = call.remote_sums[block as usize][rank.0 as usize];
+                self.gpu().wait_event(self.net_streams[rank.0 as usize], sum)?;
+            }
+        }
+        let bank_first = u64::from(call.bank) * u64::from(self.plan.outbox_block_count);
+        let rounds = RoundsCall {
             epoch: self.epoch,
             sequence: self.pass_sequence(pass) + 1,
-            source_shift: bank_shift + u64::from(pass * remote_count) * self.plan.block_bytes(),
+            blocks: BlockRing {
+                source_shift: bank_first * self.plan.block_bytes(),
+                block_first: u64::from(pass * (node_count - 1)),
+                block_count: u64::from(self.plan.outbox_block_count.max(1)),
+                block_bytes: self.plan.block_bytes(),
+            },
             progress_first: 0,
             first,
-            count: wave.rounds.len() as u32,
+            count: rounds.len() as u32,
         };
-        self.rounds.run(&self.net_streams, &call)?;
-        for rank in topology.ranks() {
+        self.rounds.run(&self.net_streams, &rounds)
+    }
+
+    /// Adds the own node's partial to its wave, and says that every rank's inbox holds the wave.
+    fn close_wave(&self, call: &Call<'_>, wave: &Wave, pass: u32) -> Result<()> {
+        for rank in self.topology().ranks() {
             let stream = self.net_streams[rank.0 as usize];
             if wave.has_own_node {
-                let own = self.plan.pass_count * remote_count + pass;
-                self.gpu().wait_event(stream, sums[rank.0 as usize][own as usize])?;
-                self.copy_spare(stream, rank, wave, pass, bank)?;
+                self.gpu().wait_event(stream, call.own_sums[pass as usize][rank.0 as usize])?;
+                self.copy_spare(stream, rank, wave, pass, call.bank)?;
             }
             self.node.raise_node(stream, rank, self.regions.arrived, self.wave_sequence(pass, wave.index) + 1)?;
         }
@@ -121,14 +157,14 @@ impl ReduceScatter {
     }
 
     /// Lands a wave on every rank once all local inboxes hold it, then returns the credits of its generation.
-    fn land_wave(&self, ranks: &[RankGradients], scale: Scale, wave: &Wave, pass: u32) -> Result<Vec<Event>> {
+    fn land_wave(&self, call: &Call<'_>, wave: &Wave, pass: u32) -> Result<Vec<Event>> {
         let sequence = self.wave_sequence(pass, wave.index) + 1;
         let mut done = Vec::new();
         for rank in self.topology().ranks() {
             let stream = self.streams(rank).land;
             let why = (WaitKind::WaveArrived, self.place(wave.index));
             self.node.wait_node(stream, rank, self.regions.arrived, sequence, why)?;
-            self.launch_land(stream, rank, ranks[rank.0 as usize].out, scale, wave, pass)?;
+            self.launch_land(stream, rank, call.ranks[rank.0 as usize].out, call.scale, wave, pass)?;
             done.push(self.gpu().record(stream)?);
             self.node.raise_node(stream, rank, self.regions.landed, sequence)?;
         }

@@ -3,7 +3,7 @@
 //! Work comes in **items**: one chunk of one partial, pushed by every rank and summed by every rank, in the same order
 //! everywhere. An item's number over all calls selects its staging slot, and is what the staging words count.
 
-use super::{RankGradients, ReduceScatter};
+use super::{Call, RankGradients, ReduceScatter};
 use crate::arena::Region;
 use crate::collectives::GradientDtype;
 use crate::error::Result;
@@ -37,51 +37,62 @@ struct Item {
 }
 
 impl ReduceScatter {
-    /// Pushes and sums everything; gives the event of each partial's sum per rank (remote blocks in sending order, then the
-    /// own ones by pass), and of the end of each rank's reads.
-    pub(super) fn read_phase(&mut self, ranks: &[RankGradients], bank: u32) -> Result<(Vec<Vec<Event>>, Vec<Event>)> {
+    /// Pushes and sums what needs no outbox block of this call to be sent before: all remote partials in place, the first
+    /// `n_out` of them where the outbox is partial; then the own ones.
+    pub(super) fn read_phase(&mut self, call: &mut Call<'_>) -> Result<()> {
         let node_count = self.topology().node_count();
-        let mut sums = vec![Vec::new(); ranks.len()];
-        for pass in 0..self.plan.pass_count {
-            for contributor in 1..node_count {
-                let slot = bank * self.plan.outbox_block_count + self.plan.outbox_slot(pass, contributor);
-                let block = (self.regions.outbox, u64::from(slot) * self.plan.block_bytes());
-                self.level_1(ranks, Partial { pass, contributor, block }, &mut sums)?;
-            }
+        for block in 0..self.plan.outbox_block_count.min(self.plan.remote_block_count()) {
+            self.sum_remote(call, block)?;
         }
         for pass in 0..self.plan.pass_count {
-            let block = (self.regions.spare, self.spare_offset(bank, pass));
-            self.level_1(ranks, Partial { pass, contributor: node_count, block }, &mut sums)?;
+            let block = (self.regions.spare, self.spare_offset(call.bank, pass));
+            let sums = self.level_1(call, Partial { pass, contributor: node_count, block })?;
+            call.own_sums.push(sums);
         }
-        let mut read = Vec::new();
+        if self.plan.reads_never_wait() {
+            self.record_reads(call)?;
+        }
+        Ok(())
+    }
+
+    /// Pushes and sums remote block `block` of the call, in sending order, into its outbox slot.
+    pub(super) fn sum_remote(&mut self, call: &mut Call<'_>, block: u32) -> Result<()> {
+        let remote_count = self.topology().node_count() - 1;
+        let (pass, contributor) = (block / remote_count, block % remote_count + 1);
+        let slot = call.bank * self.plan.outbox_block_count + self.plan.outbox_slot(pass, contributor);
+        let place = (self.regions.outbox, u64::from(slot) * self.plan.block_bytes());
+        let sums = self.level_1(call, Partial { pass, contributor, block: place })?;
+        call.remote_sums.push(sums);
+        Ok(())
+    }
+
+    /// Records that every rank's gradients have been read.
+    pub(super) fn record_reads(&self, call: &mut Call<'_>) -> Result<()> {
         for rank in self.topology().ranks() {
             let streams = self.streams(rank);
             self.comm.join(streams.push, [streams.sum])?;
-            read.push(self.gpu().record(streams.sum)?);
+            call.read.push(self.gpu().record(streams.sum)?);
         }
-        Ok((sums, read))
+        Ok(())
     }
 
     pub(super) fn spare_offset(&self, bank: u32, pass: u32) -> u64 {
         u64::from(bank * self.plan.pass_count + pass) * self.plan.block_bytes()
     }
 
-    /// Pushes and sums one partial on every rank, chunk by chunk.
-    fn level_1(&mut self, ranks: &[RankGradients], partial: Partial, sums: &mut [Vec<Event>]) -> Result<()> {
+    /// Pushes and sums one partial on every rank, chunk by chunk; gives the event of each rank's sum.
+    fn level_1(&mut self, call: &Call<'_>, partial: Partial) -> Result<Vec<Event>> {
         for chunk in 0..self.plan.geometry.chunk_count {
             let item = Item { partial, chunk, number: self.items };
             self.items += 1;
             for rank in self.topology().ranks() {
-                self.push_item(rank, &ranks[rank.0 as usize], item)?;
+                self.push_item(rank, &call.ranks[rank.0 as usize], item)?;
             }
             for rank in self.topology().ranks() {
-                self.sum_item(rank, &ranks[rank.0 as usize], item)?;
+                self.sum_item(rank, &call.ranks[rank.0 as usize], item)?;
             }
         }
-        for rank in self.topology().ranks() {
-            sums[rank.0 as usize].push(self.gpu().record(self.streams(rank).sum)?);
-        }
-        Ok(())
+        self.topology().ranks().map(|rank| self.gpu().record(self.streams(rank).sum)).collect()
     }
 
     /// The node whose ranks an item's rows belong to, as `rank`'s node sees it.

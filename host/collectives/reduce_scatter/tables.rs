@@ -62,7 +62,8 @@ pub(super) fn network(
             credit: regions.credit.signal(to.0),
             // The first wave on each generation of a pass needs the credit of the pass before.
             credit_lead: u32::from(wave.index < plan.generation_count),
-            source_offset: regions.outbox.symmetric_offset(u64::from(contributor - 1) * block_bytes, block_bytes),
+            source_offset: regions.outbox.symmetric_offset(0, 0),
+            source_block: u64::from(contributor - 1),
             destination_offset: regions.inbox.symmetric_offset(inbox_block * block_bytes, block_bytes),
             bytes: block_bytes,
         }
