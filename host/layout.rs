@@ -9,6 +9,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use tide_device::abi::segment::Segment;
 
 /// The element type of a parameter, as far as moving and reducing it needs to know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -314,6 +315,19 @@ impl GroupLayout {
     pub fn landing_offset_bytes(&self, parameter: usize, rank: u64) -> u64 {
         let p = &self.parameters[parameter];
         p.shard_offset_bytes * self.rank_count + rank * p.shard_bytes
+    }
+
+    /// The segment table of the packed row: a segment for each parameter that has elements, ascending and gapless.
+    pub fn segments(&self) -> Vec<Segment> {
+        let parameters = self.parameters.iter().enumerate().filter(|(_, p)| p.shard_elems > 0);
+        parameters
+            .map(|(index, p)| Segment {
+                packed_first: p.packed_offset_elems,
+                packed_end: p.packed_offset_elems + p.shard_elems,
+                live_elems: p.elems,
+                gradient: index as u64,
+            })
+            .collect()
     }
 
     /// Share of the packed shards that is padding, in `0.0..1.0`.

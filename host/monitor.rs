@@ -62,6 +62,22 @@ impl Fault {
     }
 }
 
+/// Of several waits that ran out, the one that the others hang on: of the earliest call, the wait that comes first in the
+/// protocol. One lost signal stops many ranks; those that merely wait for a stopped one are no help to whoever must find it.
+pub fn root_cause(faults: &[Fault]) -> Option<&Fault> {
+    let depth = |fault: &Fault| match fault.kind {
+        Some(WaitKind::StageFull | WaitKind::StageFree) => 0,
+        Some(WaitKind::StagingFree | WaitKind::LandingFree) => 1,
+        Some(WaitKind::StagingFull) => 2,
+        Some(WaitKind::Credit) => 3,
+        Some(WaitKind::Arrival) => 4,
+        Some(WaitKind::RoundArrived | WaitKind::WaveArrived) => 5,
+        Some(WaitKind::WaveLanded | WaitKind::GatherDone) => 6,
+        None => 7,
+    };
+    faults.iter().min_by_key(|f| (f.epoch, depth(f), f.wave, f.round, f.rank))
+}
+
 fn phase(kind: Option<WaitKind>) -> &'static str {
     match kind {
         Some(WaitKind::Credit) => "credit",

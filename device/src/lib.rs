@@ -26,6 +26,9 @@
 //! | [`kernels::cast`] | fp32 shards to bf16, packed | §3.1 |
 //! | [`kernels::stock`] | the FSDP2-like baseline: pack, flat sum | §2.1 |
 #![no_std]
+// What the PTX build needs beyond stable Rust; `cargo xtask ptx` is that build. Intrinsics are the only convergent barriers.
+#![cfg_attr(target_arch = "nvptx64", feature(abi_ptx, asm_experimental_arch, link_llvm_intrinsics, stdarch_nvptx))]
+#![cfg_attr(target_arch = "nvptx64", allow(internal_features))]
 
 #[cfg(not(target_arch = "nvptx64"))]
 extern crate std;

@@ -46,8 +46,10 @@ pub fn until(
 }
 
 /// Writes the record, unless another thread of the rank came first, and parks.
-#[cold]
-#[inline(never)]
+///
+/// Not a function of its own on the GPU, rare as it is: a call would put what it is given on a stack, and the call
+/// would cost every kernel that waits its registers.
+#[inline(always)]
 fn fail(deadline: Deadline, tag: WaitTag, context: u32, expected: u64, seen: u64, waited_ns: u64) -> ! {
     // SAFETY: `deadline` comes from the host, which keeps the claim word and the record for as long as
     // the communicator lives; both are aligned.
@@ -57,9 +59,12 @@ fn fail(deadline: Deadline, tag: WaitTag, context: u32, expected: u64, seen: u64
         let base = deadline.fault;
         // SAFETY: inside the record, 8-aligned; the claim makes this thread its only writer.
         unsafe {
-            for (i, word) in words.into_iter().enumerate() {
-                global::store_b64(base + offset_of!(FaultRecord, tag) as u64 + 8 * i as u64, word);
-            }
+            let tag = base + offset_of!(FaultRecord, tag) as u64;
+            // By constants: an array that is indexed at run time would lie in local memory.
+            global::store_b64(tag, words[0]);
+            global::store_b64(tag + 8, words[1]);
+            global::store_b64(tag + 16, words[2]);
+            global::store_b64(tag + 24, words[3]);
             global::store_b64(base + offset_of!(FaultRecord, expected) as u64, expected);
             global::store_b64(base + offset_of!(FaultRecord, seen) as u64, seen);
             global::store_b64(base + offset_of!(FaultRecord, waited_ns) as u64, waited_ns);

@@ -15,17 +15,18 @@
 //! | credit | sender, per target node | the receiver | calls | the receiver has scattered and sent on what the put overwrites |
 //! | progress | the rank itself (device path) | its network kernel | rounds | the round has arrived |
 
-use super::rounds::{RankRound, Rounds, RoundsCall};
+use super::node::{NodeSignals, Place};
+use super::rounds::{BlockRing, RankRound, Rounds, RoundsCall};
 use super::{Communicator, RankEvents, check_fast_path, check_rank_count, check_slice};
 use crate::arena::{Arena, ArenaLayout, REGION_ALIGN_BYTES, Region, Signals};
 use crate::error::{Result, TideError};
-use crate::gpu::{Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Event, Gpu, Launch, MemoryWait, Priority, Stream};
+use crate::gpu::{Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Event, Gpu, Launch, Priority, Stream};
 use crate::layout::{Dtype, Group, GroupLayout};
 use crate::net::Path;
 use crate::plan::all_gather::{gather_rounds, scatter_copies, slot_node};
 use crate::plan::{GatherRound, Rank, Topology};
 use std::sync::Arc;
-use tide_device::abi::fault::{Operation, WaitKind, WaitTag};
+use tide_device::abi::fault::{Operation, WaitKind};
 use tide_device::abi::kernel::Kernel;
 use tide_device::abi::params::{CastParams, CastSegment, Credit, NetArrival, NetPut};
 
@@ -71,6 +72,7 @@ pub struct AllGather {
     layout: GroupLayout,
     options: AllGatherOptions,
     arena: Arc<Arena>,
+    node: NodeSignals,
     regions: Regions,
     gather_rounds: Vec<GatherRound>,
     rounds: Rounds,
@@ -119,6 +121,7 @@ impl AllGather {
             comm: comm.clone(),
             layout,
             options,
+            node: NodeSignals { comm: comm.clone(), arena: Arc::clone(&arena), operation: Operation::AllGather },
             arena,
             regions,
             gather_rounds,
@@ -216,7 +219,7 @@ impl AllGather {
         if self.options.cast {
             self.cast(rank, net, given)?;
         }
-        self.publish(net, rank, self.regions.landing_free, value)?;
+        self.node.raise_node(net, rank, self.regions.landing_free, value)?;
         self.comm.join(net, [self.streams[rank.0 as usize].scatter])?;
         Ok(())
     }
@@ -262,10 +265,8 @@ impl AllGather {
     /// Scatters the rank's own shard once all local landings are free.
     fn scatter_own(&mut self, rank: Rank, value: u64) -> Result<()> {
         let stream = self.streams[rank.0 as usize].scatter;
-        for (local, peer) in self.arena.node_ranks(rank) {
-            let tag = self.tag(rank, peer, WaitKind::LandingFree, 0);
-            self.wait(stream, rank, self.regions.landing_free.signal(local.0), value, tag)?;
-        }
+        let why = (WaitKind::LandingFree, self.place(0));
+        self.node.wait_node(stream, rank, self.regions.landing_free, value, why)?;
         self.scatter(rank, 0, 1)
     }
 
@@ -318,7 +319,7 @@ impl AllGather {
         let mut call = RoundsCall {
             epoch: self.epoch,
             sequence: value,
-            source_shift: 0,
+            blocks: BlockRing::NONE,
             progress_first: self.epoch * round_count,
             first: 0,
             count: round_count as u32,
@@ -332,15 +333,15 @@ impl AllGather {
                 (call.first, call.count) = (index as u32, 1);
                 self.rounds.run(&self.net_streams, &call)?;
             }
-            let round = self.gather_rounds[index].clone();
+            let round = self.gather_rounds[index];
             for rank in self.topology().ranks() {
                 let (net, scatter) = (self.net_streams[rank.0 as usize], self.streams[rank.0 as usize].scatter);
                 if on_device {
                     let arrived = call.progress_first + index as u64 + 1;
                     let source = round.source(self.topology().node_count(), self.topology().node_of(rank));
                     let peer = self.topology().rank(source, self.topology().local_of(rank));
-                    let tag = self.tag(rank, peer, WaitKind::RoundArrived, index as u32);
-                    self.wait(scatter, rank, self.regions.progress.signal(0), arrived, tag)?;
+                    let why = (WaitKind::RoundArrived, self.place(index as u32));
+                    self.node.wait(scatter, (rank, peer), self.regions.progress.signal(0), arrived, why)?;
                 } else {
                     self.comm.join(net, [scatter])?;
                 }
@@ -358,7 +359,7 @@ impl AllGather {
         let mut reads = Vec::new();
         for rank in self.topology().ranks() {
             let (net, streams) = (self.net_streams[rank.0 as usize], &self.streams[rank.0 as usize]);
-            self.publish(streams.scatter, rank, self.regions.gathered, value)?;
+            self.node.raise_node(streams.scatter, rank, self.regions.gathered, value)?;
             // The stage may be overwritten once it is scattered and what it forwards is sent.
             self.comm.join(streams.scatter, [net])?;
             self.rounds.return_credits(net, rank, 0, value)?;
@@ -367,10 +368,8 @@ impl AllGather {
         let mut events = Vec::new();
         for (rank, read) in self.topology().ranks().zip(reads) {
             let complete = self.streams[rank.0 as usize].complete;
-            for (local, peer) in self.arena.node_ranks(rank) {
-                let tag = self.tag(rank, peer, WaitKind::GatherDone, 0);
-                self.wait(complete, rank, self.regions.gathered.signal(local.0), value, tag)?;
-            }
+            let why = (WaitKind::GatherDone, self.place(0));
+            self.node.wait_node(complete, rank, self.regions.gathered, value, why)?;
             events.push(RankEvents { read, done: self.gpu().record(complete)? });
         }
         Ok(events)
@@ -384,21 +383,9 @@ impl AllGather {
         self.comm.gpu()
     }
 
-    fn tag(&self, rank: Rank, peer: Rank, kind: WaitKind, round: u32) -> WaitTag {
-        let (kind, operation) = (kind as u32, Operation::AllGather as u32);
-        WaitTag { kind, operation, rank: rank.0, peer: peer.0, wave: 0, round, epoch: self.epoch }
-    }
-
-    fn wait(&self, stream: Stream, rank: Rank, signal: u32, value: u64, tag: WaitTag) -> Result<()> {
-        let address = self.arena.signal(rank, signal);
-        self.gpu().wait_value(stream, &MemoryWait { address, value, timeout_ns: self.comm.timeout_ns(), tag })
-    }
-
-    fn publish(&self, stream: Stream, rank: Rank, signals: Signals, value: u64) -> Result<()> {
-        let me = self.topology().local_of(rank);
-        self.arena.node_ranks(rank).try_for_each(|(_, peer)| {
-            self.gpu().write_value(stream, self.arena.signal(peer, signals.signal(me.0)), value)
-        })
+    /// A place in the current call.
+    fn place(&self, round: u32) -> Place {
+        Place { epoch: self.epoch, wave: 0, round }
     }
 }
 
@@ -452,6 +439,7 @@ fn network_tables(
                     credit: regions.credit.signal(target.0),
                     credit_lead: 1,
                     source_offset: slots(round.sent_slots().start),
+                    source_block: 0,
                     destination_offset: slots(round.received_slots().start),
                     bytes,
                 }],

@@ -3,7 +3,7 @@
 use crate::error::{Result, TideError};
 use crate::gpu::{Event, Gpu, Priority, Stream, SyncOutcome};
 use crate::layout::Group;
-use crate::monitor::Monitor;
+use crate::monitor::{Monitor, root_cause};
 use crate::net::Path;
 use crate::plan::{LocalRank, Rank, Topology};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -109,10 +109,10 @@ impl Communicator {
             let outcome = self.shared.gpu.synchronize(stream, self.timeout_ns());
             match outcome.map_err(|error| self.poison(error))? {
                 SyncOutcome::Complete => {}
-                SyncOutcome::Stalled { fault } => {
-                    let recorded = self.shared.monitor.faults()?.into_iter().next();
-                    let error = match recorded.or(fault) {
-                        Some(fault) => TideError::FailStop(Box::new(fault)),
+                SyncOutcome::Stalled { mut faults } => {
+                    faults.extend(self.shared.monitor.faults()?);
+                    let error = match root_cause(&faults) {
+                        Some(fault) => TideError::FailStop(Box::new(fault.clone())),
                         None => TideError::Driver {
                             call: "synchronize".into(),
                             detail: "the device has stalled, and no wait says why".into(),

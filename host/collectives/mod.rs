@@ -6,6 +6,7 @@
 
 mod all_gather;
 mod communicator;
+mod node;
 mod reduce_scatter;
 mod rounds;
 mod stock;

@@ -21,14 +21,28 @@ pub(super) struct RankRound {
     pub(super) round: u32,
 }
 
+/// The ring of blocks that puts take their sources from; the fields are those of [`NetParams`].
+#[derive(Debug, Clone, Copy)]
+pub(super) struct BlockRing {
+    pub(super) source_shift: u64,
+    pub(super) block_first: u64,
+    pub(super) block_count: u64,
+    pub(super) block_bytes: u64,
+}
+
+impl BlockRing {
+    /// Sources that are no blocks.
+    pub(super) const NONE: Self = Self { source_shift: 0, block_first: 0, block_count: 1, block_bytes: 0 };
+}
+
 /// What a launch of rounds needs to know besides the tables.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RoundsCall {
     pub(super) epoch: u64,
     /// Transfers that every pair has exchanged once this one is done.
     pub(super) sequence: u64,
-    /// Added to every put's source offset.
-    pub(super) source_shift: u64,
+    /// Where blocks lie; as in [`NetParams`].
+    pub(super) blocks: BlockRing,
     /// What the progress words hold before.
     pub(super) progress_first: u64,
     pub(super) first: u32,
@@ -155,7 +169,7 @@ impl Rounds {
         match self.comm.options().path {
             Path::Device => self.launch(streams, call),
             Path::Host => (call.first..call.first + call.count)
-                .try_for_each(|round| self.enqueue_round(streams, round as usize, call, |_| Ok(()))),
+                .try_for_each(|round| self.enqueue_round(streams, round as usize, call)),
         }
     }
 
@@ -165,16 +179,7 @@ impl Rounds {
             for rank in &launch.ranks {
                 self.comm.join(streams[rank.0 as usize], [launch.stream])?;
             }
-            let params = NetParams {
-                ranks: launch.table.address().0,
-                epoch: call.epoch,
-                sequence: call.sequence,
-                source_shift: call.source_shift,
-                progress_first: call.progress_first,
-                round_first: call.first,
-                round_count: call.count,
-                stripe_bytes: self.comm.options().stripe_bytes,
-            };
+            let params = self.params(call, launch.table.address().0);
             let warp_size = gpu.properties(self.comm.device_of(launch.ranks[0])).shape.warp_size;
             // SAFETY: the tables live as long as `self`, which outlives its work (see `Drop` of the collectives); all
             // ranks of the device are in this launch.
@@ -195,14 +200,25 @@ impl Rounds {
         Ok(())
     }
 
-    /// One round on the host path: all ranks' puts, then all ranks' waits, then `arrived` for each rank.
-    pub(super) fn enqueue_round(
-        &self,
-        streams: &[Stream],
-        round: usize,
-        call: &RoundsCall,
-        mut arrived: impl FnMut(Rank) -> Result<()>,
-    ) -> Result<()> {
+    fn params(&self, call: &RoundsCall, ranks: u64) -> NetParams {
+        NetParams {
+            ranks,
+            epoch: call.epoch,
+            sequence: call.sequence,
+            source_shift: call.blocks.source_shift,
+            block_first: call.blocks.block_first,
+            block_count: call.blocks.block_count,
+            block_bytes: call.blocks.block_bytes,
+            progress_first: call.progress_first,
+            round_first: call.first,
+            round_count: call.count,
+            stripe_bytes: self.comm.options().stripe_bytes,
+        }
+    }
+
+    /// One round on the host path: all ranks' puts, then all ranks' waits.
+    fn enqueue_round(&self, streams: &[Stream], round: usize, call: &RoundsCall) -> Result<()> {
+        let params = self.params(call, 0);
         for rank in self.comm.topology().ranks() {
             let stream = streams[rank.0 as usize];
             for put in &self.rounds[rank.0 as usize][round].puts {
@@ -214,7 +230,7 @@ impl Rounds {
                     &HostPut {
                         from: rank,
                         to: Node(put.peer),
-                        source_offset: put.source_offset + call.source_shift,
+                        source_offset: params.source_offset(put),
                         destination_offset: put.destination_offset,
                         bytes: put.bytes,
                         signal: put.signal,
@@ -229,7 +245,6 @@ impl Rounds {
                 let tag = self.tag(rank, Node(arrival.peer), round, call.epoch, WaitKind::Arrival);
                 self.net.wait(stream, rank, arrival.signal, call.sequence, tag)?;
             }
-            arrived(rank)?;
         }
         Ok(())
     }

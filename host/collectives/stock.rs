@@ -1,7 +1,6 @@
 //! The FSDP2-like baseline [TIDE §2.1]: flat, rank-major buffers with layout copies around them. Its buffers are what TIDE's
 //! are compared with, and it takes the groups that the fast path does not.
 
-use super::reduce_scatter::segments;
 use super::{Communicator, GradientDtype, RankEvents, RankGradients, Scale, check_rank_count, check_slice};
 use crate::error::{Result, TideError};
 use crate::gpu::{Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Launch, Priority, Stream};
@@ -36,7 +35,7 @@ impl StockReduceScatter {
         comm.check()?;
         let (gpu, topology) = (comm.gpu(), comm.topology());
         let layout = GroupLayout::new(group, u64::from(topology.rank_count()))?;
-        let segments = segments(&layout);
+        let segments = layout.segments();
         let packed_bytes = 4 * layout.packed_elems() * layout.rank_count();
         let new = |rank: Rank| DeviceBuffer::new(gpu, comm.device_of(rank), packed_bytes);
         let packed: Vec<DeviceBuffer> = topology.ranks().map(new).collect::<Result<_>>()?;

@@ -131,11 +131,10 @@ pub struct MemoryWait {
 pub enum SyncOutcome {
     /// Everything enqueued in the stream has taken effect.
     Complete,
-    /// Nothing moves any more, or not for the time given. `fault` is the stream's own wait that ran out, if it was one; a
-    /// kernel's is in its fault record.
+    /// Nothing moves any more, or not for the time given.
     Stalled {
-        /// The memory wait that ran out.
-        fault: Option<Fault>,
+        /// The memory waits of streams that ran out. Those of kernels are in their fault records.
+        faults: Vec<Fault>,
     },
 }
 

@@ -42,7 +42,7 @@ enum Op {
     Copy { copy: Copy2d, rows_done: u64 },
     Fill(Fill2d),
     Write { address: u64, value: u64 },
-    WaitValue { wait: MemoryWait, since_ns: Option<u64> },
+    WaitValue { wait: MemoryWait, since_ns: Option<u64>, expired: bool },
     Record(u64),
     WaitEvent(u64),
     Launch { kernel: Kernel, grid: u32, block: u32, shared_bytes: u32, params: Vec<u8>, running: Option<LaunchId> },
@@ -83,6 +83,8 @@ struct Inner {
     completions: u64,
     seen: (u64, u64),
     launches: Vec<(u32, LaunchId)>,
+    /// Memory waits that ran out.
+    faults: Vec<Fault>,
     error: Option<String>,
     eager_steps_max: u32,
 }
@@ -123,6 +125,7 @@ impl SimGpu {
             completions: 0,
             seen: (0, 0),
             launches: Vec::new(),
+            faults: Vec::new(),
             error: None,
             eager_steps_max: options.eager_steps_max,
         };
@@ -262,7 +265,7 @@ impl Inner {
                 self.write_word(*address, *value);
                 (Turn::Moved, true)
             }
-            Op::WaitValue { wait, since_ns } => {
+            Op::WaitValue { wait, since_ns, .. } => {
                 since_ns.get_or_insert(self.scheduler.now_ns());
                 match self.read_word(wait.address.0) {
                     Some(seen) if reached(seen, wait.value) => (Turn::Moved, true),
@@ -303,11 +306,12 @@ impl Inner {
     }
 
     /// Every address behind `address`: itself, or a multicast address's replicas; `None` if it is not valid.
-    fn places(&self, address: u64, bytes: u64) -> Option<Vec<u64>> {
-        let memory = self.scheduler.memory();
-        let places: Vec<u64> =
-            if Memory::is_multicast(address) { memory.replicas(address, bytes)?.collect() } else { vec![address] };
-        places.iter().all(|&p| memory.is_valid(p, bytes)).then_some(places)
+    fn places(&mut self, address: u64, bytes: u64) -> Option<Vec<u64>> {
+        let memory = self.scheduler.memory_mut();
+        if Memory::is_multicast(address) {
+            return Some(memory.replicas(address, bytes)?.collect());
+        }
+        memory.is_valid(address, bytes).then(|| vec![address])
     }
 
     /// Copies some rows; true once all are.
@@ -374,34 +378,45 @@ impl Inner {
         Some(unsafe { *(address as *const u64) })
     }
 
-    /// The deadlines of the memory waits at the heads of streams.
-    fn stream_deadlines(&self) -> impl Iterator<Item = (u64, &MemoryWait, u64)> {
-        self.streams.iter().filter_map(|s| match &s.ops.front()?.op {
-            Op::WaitValue { wait, since_ns: Some(since) } => {
-                Some((since.saturating_add(wait.timeout_ns), wait, *since))
+    /// The earliest deadline of a memory wait at the head of a stream, and the stream.
+    fn stream_deadline(&self) -> Option<(u64, usize)> {
+        let deadline = |s: &StreamState| match &s.ops.front()?.op {
+            Op::WaitValue { wait, since_ns: Some(since), expired: false } => {
+                Some(since.saturating_add(wait.timeout_ns))
             }
             _ => None,
-        })
+        };
+        self.streams.iter().enumerate().filter_map(|(i, s)| Some((deadline(s)?, i))).min()
     }
 
-    /// Nothing can go on: jumps to the next deadline. Gives the fault of a memory wait whose deadline it is; `Ok(false)`
-    /// if nothing has a deadline any more.
-    fn jump(&mut self) -> Result<bool, Fault> {
-        let stream = self.stream_deadlines().min_by_key(|d| d.0).map(|(at, wait, since)| (at, *wait, since));
+    /// Nothing can go on: jumps to the next deadline, and notes the fault of a memory wait whose deadline it is. False if
+    /// nothing has a deadline any more.
+    fn jump(&mut self) -> bool {
+        let stream = self.stream_deadline();
         let thread = self.scheduler.next_deadline_ns();
         match (stream, thread) {
-            (_, Some(at)) if stream.is_none_or(|s| at <= s.0) => {
+            (_, Some(at)) if stream.is_none_or(|s| at <= s.0) => self.scheduler.advance_to(at),
+            (Some((at, index)), _) => {
                 self.scheduler.advance_to(at);
-                Ok(true)
+                self.expire(index);
             }
-            (Some((at, wait, since)), _) => {
-                self.scheduler.advance_to(at);
-                let seen = self.read_word(wait.address.0).unwrap_or(0);
-                Err(Fault::new(&wait.tag, 0, wait.value, seen, at - since))
-            }
-            (None, None) => Ok(false),
-            (None, Some(_)) => unreachable!("covered by the first arm"),
+            (None, _) => return false,
         }
+        true
+    }
+
+    /// Gives the memory wait at the head of a stream up. It goes on waiting, as the hardware's would.
+    fn expire(&mut self, stream: usize) {
+        let now = self.scheduler.now_ns();
+        let Some(Queued { op: Op::WaitValue { wait, since_ns: Some(since), expired }, .. }) =
+            self.streams[stream].ops.front_mut()
+        else {
+            return;
+        };
+        *expired = true;
+        let (wait, waited) = (*wait, now - *since);
+        let seen = self.read_word(wait.address.0).unwrap_or(0);
+        self.faults.push(Fault::new(&wait.tag, 0, wait.value, seen, waited));
     }
 }
 
@@ -494,7 +509,7 @@ impl Gpu for SimGpu {
     }
 
     fn wait_value(&self, stream: Stream, wait: &MemoryWait) -> Result<()> {
-        self.enqueue(stream, Op::WaitValue { wait: *wait, since_ns: None })
+        self.enqueue(stream, Op::WaitValue { wait: *wait, since_ns: None, expired: false })
     }
 
     fn record(&self, stream: Stream) -> Result<Event> {
@@ -534,12 +549,8 @@ impl Gpu for SimGpu {
             if inner.streams[stream.0 as usize].ops.is_empty() {
                 return Ok(SyncOutcome::Complete);
             }
-            if !inner.step() {
-                match inner.jump() {
-                    Ok(true) => {}
-                    Ok(false) => return Ok(SyncOutcome::Stalled { fault: None }),
-                    Err(fault) => return Ok(SyncOutcome::Stalled { fault: Some(fault) }),
-                }
+            if !inner.step() && !inner.jump() {
+                return Ok(SyncOutcome::Stalled { faults: inner.faults.clone() });
             }
         }
     }

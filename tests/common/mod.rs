@@ -1,6 +1,8 @@
 //! What integration tests share: a driver of the collectives, and oracles that know nothing of plans.
 #![allow(dead_code)]
 
+pub mod oracle;
+
 use half::bf16;
 use std::sync::Arc;
 use tide_gpu::gpu::sim::{SimGpu, SimOptions};
@@ -149,10 +151,14 @@ pub fn constant(shapes: &[Vec<u64>], value: f32) -> Gradients {
     shapes.iter().map(|s| Some(vec![value; elems(s) as usize])).collect()
 }
 
-/// About standard normal, from a seed, rounded to bf16 so that both dtypes carry it.
+/// About normal, from a seed, rounded to bf16 so that both dtypes carry it, over 24 binary orders of magnitude: sums of bf16
+/// values of one magnitude are exact in fp32 in any order, and would tell no order from another.
 pub fn normal(shapes: &[Vec<u64>], seed: u64, rank: u32) -> Gradients {
     let mut rng = fastrand::Rng::with_seed(seed * 1_000_003 + u64::from(rank));
-    let mut draw = || bf16::from_f32((0..12).map(|_| rng.f32()).sum::<f32>() - 6.0).to_f32();
+    let mut draw = || {
+        let value = (0..12).map(|_| rng.f32()).sum::<f32>() - 6.0;
+        bf16::from_f32(value * 2_f32.powi(rng.i32(-12..12))).to_f32()
+    };
     shapes.iter().map(|s| Some((0..elems(s)).map(|_| draw()).collect())).collect()
 }
 

@@ -51,4 +51,18 @@ impl Kernel {
             Self::StockFlatSum => "tide_stock_flat_sum",
         }
     }
+
+    /// Most threads of a block on a GPU: what its registers leave room for. The module states it to the driver,
+    /// which refuses a larger block. A sum holds its tile in registers, one producer warp and up to 480 consumers of
+    /// bf16 or 224 of fp32. Registers are dealt to four partitions of an SM, warp by warp: a 17th warp would leave each
+    /// thread 96, a ninth 168, of which the fp32 sum spills some.
+    pub const fn block_threads_max(self) -> u32 {
+        match self {
+            Self::SumBf16 => 32 + 480,
+            Self::SumF32 => 32 + 224,
+            Self::NetLoopback => 512,
+            Self::FinalizeLoopback => 32,
+            Self::LandMultimem | Self::LandPeer | Self::Cast | Self::StockPack | Self::StockFlatSum => 1024,
+        }
+    }
 }

@@ -154,15 +154,17 @@ pub struct NetPut {
     pub credit: u32,
     /// By how much the peer's credits run ahead: 1 where the area is free before the first call.
     pub credit_lead: u32,
-    /// Byte offset of the source in this rank's arena.
+    /// Byte offset of the source in this rank's arena: of the ring of blocks that it is one of, if it is.
     pub source_offset: u64,
+    /// Number of the source's block in its pass; see [`NetParams::block_first`].
+    pub source_block: u64,
     /// Byte offset of the destination in the peer's arena.
     pub destination_offset: u64,
     /// Bytes, a multiple of 16; 0 sends the signals alone.
     pub bytes: u64,
 }
 
-assert_layout!(NetPut, size 40, peer at 0, source_offset at 16, bytes at 32);
+assert_layout!(NetPut, size 48, peer at 0, source_offset at 16, source_block at 24, bytes at 40);
 
 /// One transfer that a rank expects in a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
@@ -236,8 +238,15 @@ pub struct NetParams {
     pub epoch: u64,
     /// Transfers that every pair has exchanged once this one is done: data signals reach it.
     pub sequence: u64,
-    /// Added to every put's source offset: selects outbox bank and pass.
+    /// Added to every put's source offset: selects the outbox bank.
     pub source_shift: u64,
+    /// Blocks sent in earlier passes of the call. Block `b` of a pass lies in slot `(block_first + b) mod block_count` of
+    /// its ring.
+    pub block_first: u64,
+    /// Slots of the ring; 1 where sources are no blocks.
+    pub block_count: u64,
+    /// Bytes of a slot; 0 where sources are no blocks.
+    pub block_bytes: u64,
     /// What `progress` holds before the first round of this launch.
     pub progress_first: u64,
     /// First round.
@@ -248,7 +257,16 @@ pub struct NetParams {
     pub stripe_bytes: u64,
 }
 
-assert_layout!(NetParams, size 56, ranks at 0, sequence at 16, round_first at 40, stripe_bytes at 48);
+assert_layout!(NetParams, size 80, ranks at 0, sequence at 16, block_first at 32, round_first at 64, stripe_bytes at 72);
+
+impl NetParams {
+    /// Byte offset of a put's source in this rank's arena.
+    #[inline(always)]
+    pub const fn source_offset(&self, put: &NetPut) -> u64 {
+        let slot = (self.block_first + put.source_block) % self.block_count;
+        put.source_offset + self.source_shift + slot * self.block_bytes
+    }
+}
 
 /// One credit that [`crate::kernels::finalize`] returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]

@@ -1,4 +1,4 @@
-//! The contract of every machine operation, once. [`super::nvptx`] implements it in PTX, [`super::sim`]
+//! The contract of every machine operation, once. `nvptx.rs` implements it in PTX, [`super::sim`]
 //! on the CPU; kernels see neither, they call the typed face in [`super`].
 //!
 //! # Notions

@@ -2,7 +2,7 @@
 
 pub mod machine;
 #[cfg(target_arch = "nvptx64")]
-mod nvptx;
+pub(crate) mod nvptx;
 #[cfg(not(target_arch = "nvptx64"))]
 pub mod sim;
 

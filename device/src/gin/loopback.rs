@@ -70,7 +70,7 @@ impl Loopback {
 
     fn store(&self, piece: u32, destination: u64, bytes: u32) {
         let barrier = self.barrier(piece);
-        let parity = piece / STAGES & 1;
+        let parity = (piece / STAGES) & 1;
         let rank = self.rank;
         wait::until(
             self.deadline,

@@ -111,6 +111,7 @@ fn wait_credit<G: Gin>(p: &NetParams, rank: &NetRank, round: &NetRound, put: &Ne
 fn post<G: Gin>(p: &NetParams, put: &NetPut, gin: &mut G) {
     let contexts = active_contexts(put.bytes, p.stripe_bytes, gin.context_count());
     let stripes = put.bytes.div_ceil(p.stripe_bytes).max(1);
+    let source_offset = p.source_offset(put);
     for stripe in 0..stripes {
         let context = (stripe % u64::from(contexts)) as u32;
         let offset = stripe * p.stripe_bytes;
@@ -120,14 +121,7 @@ fn post<G: Gin>(p: &NetParams, put: &NetPut, gin: &mut G) {
         // SAFETY: the table's ranges lie in the arenas; the peer's credit was awaited; the source is kept until the
         // flush at the end of the round.
         unsafe {
-            gin.put(
-                context,
-                put.peer,
-                put.destination_offset + offset,
-                put.source_offset + p.source_shift + offset,
-                bytes,
-                signal,
-            );
+            gin.put(context, put.peer, put.destination_offset + offset, source_offset + offset, bytes, signal);
         }
     }
 }

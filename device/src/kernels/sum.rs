@@ -31,6 +31,21 @@ use crate::wait::{self, Look};
 /// Units that a consumer holds in registers: a tile is `consumers × UNITS` units.
 pub const UNITS: usize = 8;
 
+/// Repeats `body` for each of a consumer's units. In each copy `k` is a constant: arrays that are indexed at run time
+/// lie in local memory, not in registers.
+macro_rules! for_each_unit {
+    ($k:ident => $body:block) => {
+        for_each_unit!([0, 1, 2, 3, 4, 5, 6, 7] $k => $body)
+    };
+    ([$($index:literal),+] $k:ident => $body:block) => {{
+        const _: () = assert!([$($index),+].len() == UNITS);
+        $({
+            let $k: usize = $index;
+            $body
+        })+
+    }};
+}
+
 /// Elements of a tile, for `consumers` consumer threads.
 pub const fn tile_elems(consumers: u32) -> u32 {
     consumers * UNITS as u32 * UNIT_ELEMS
@@ -59,6 +74,7 @@ struct Place {
 }
 
 impl Ring {
+    #[inline(always)]
     fn new<T: Gradient>(stage_count: u32, consumers: u32) -> Self {
         let stages = shared::dynamic();
         let stage_bytes = tile_elems(consumers) * T::BYTES;
@@ -112,6 +128,7 @@ struct Items {
 }
 
 impl Items {
+    #[inline(always)]
     fn of_block(p: &SumParams, tile_elems: u32) -> Self {
         let tile_elems = u64::from(tile_elems);
         let tiles_per_row = p.row_elems.div_ceil(tile_elems);
@@ -173,6 +190,7 @@ pub unsafe fn sum<T: Gradient>(params: *const SumParams) {
     }
 }
 
+#[inline(always)]
 fn wait_stage(p: &SumParams, barrier: Mbarrier, parity: u32, kind: WaitKind) {
     wait::until(
         p.deadline,
@@ -194,6 +212,7 @@ fn wait_stage(p: &SumParams, barrier: Mbarrier, parity: u32, kind: WaitKind) {
     );
 }
 
+#[inline(always)]
 fn produce<T: Gradient>(p: &SumParams, ring: Ring, consumers: u32) {
     let mut place = Ring::START;
     for item in Items::of_block(p, tile_elems(consumers)) {
@@ -213,43 +232,73 @@ fn produce<T: Gradient>(p: &SumParams, ring: Ring, consumers: u32) {
     }
 }
 
+#[inline(always)]
 fn consume<T: Gradient>(p: &SumParams, ring: Ring, consumers: u32) {
-    let consumer = thread::thread_idx_x() - thread::WARP_SIZE;
-    let unit_of = |k: usize| (consumer + k as u32 * consumers) * UNIT_ELEMS;
+    let consumer = Consumer { index: thread::thread_idx_x() - thread::WARP_SIZE, count: consumers };
     let mut place = Ring::START;
+    let mut cursor = Cursor::NOWHERE;
     for item in Items::of_block(p, tile_elems(consumers)) {
-        // Own units first: their latency hides behind the waits for the stages.
-        let mut own = [T::ZERO; UNITS];
-        let mut live = [0_u32; UNITS];
-        let mut segments = OwnSlice::new::<T>(p, item.row);
-        for k in 0..UNITS {
-            if unit_of(k) < item.elems {
-                (own[k], live[k]) = segments.unit::<T>(p.packed_first + item.first + u64::from(unit_of(k)));
-            }
-        }
-        let mut sums = [[ADD_IDENTITY; UNIT_ELEMS as usize]; UNITS];
-        for _ in 0..p.source_count {
-            // ORDER: acquire of the bulk load's completion: the tile is readable.
-            wait_stage(p, ring.full(place), place.lap, WaitKind::StageFull);
-            for k in 0..UNITS {
-                if unit_of(k) < item.elems {
-                    // SAFETY: inside the loaded part of the stage, which is a multiple of a unit.
-                    let staged = unsafe { T::load_shared(ring.stage(place).add(unit_of(k) * T::BYTES)) };
-                    sums[k] = add4(sums[k], T::widen(staged));
-                }
-            }
-            // SAFETY: one arrival per consumer and lap, as `init` counted.
-            unsafe { ring.free(place).arrive() };
-            place = ring.next(place);
-        }
-        let out = p.out + 4 * (u64::from(item.row) * p.out_pitch_elems + item.first);
-        for k in 0..UNITS {
-            if unit_of(k) < item.elems {
-                let value = add4(sums[k], T::widen(own[k]));
-                store_unit(out + 4 * u64::from(unit_of(k)), value, live[k], item.elems - unit_of(k));
-            }
+        // Whole tiles, nearly all of them, go without a check per unit.
+        if item.elems == tile_elems(consumers) {
+            place = consume_tile::<T, true>(p, ring, place, consumer, &mut cursor, item);
+        } else {
+            place = consume_tile::<T, false>(p, ring, place, consumer, &mut cursor, item);
         }
     }
+}
+
+/// Which units of a tile a thread takes: unit `index + k·count` for each `k`.
+#[derive(Clone, Copy)]
+struct Consumer {
+    index: u32,
+    count: u32,
+}
+
+impl Consumer {
+    /// First element of the thread's `k`-th unit.
+    #[inline(always)]
+    fn unit(self, k: usize) -> u32 {
+        (self.index + k as u32 * self.count) * UNIT_ELEMS
+    }
+}
+
+#[inline(always)]
+fn consume_tile<T: Gradient, const WHOLE: bool>(
+    p: &SumParams,
+    ring: Ring,
+    mut place: Place,
+    consumer: Consumer,
+    cursor: &mut Cursor,
+    item: Item,
+) -> Place {
+    let exists = |k: usize| WHOLE || consumer.unit(k) < item.elems;
+    // Own units first: their latency hides behind the waits for the stages.
+    let (own, live) = load_own::<T, WHOLE>(p, consumer, cursor, item);
+    let mut sums = [[ADD_IDENTITY; UNIT_ELEMS as usize]; UNITS];
+    for _ in 0..p.source_count {
+        // ORDER: acquire of the bulk load's completion: the tile is readable.
+        wait_stage(p, ring.full(place), place.lap, WaitKind::StageFull);
+        let stage = ring.stage(place);
+        for_each_unit!(k => {
+            if exists(k) {
+                // SAFETY: inside the loaded part of the stage, which is a multiple of a unit.
+                let staged = unsafe { T::load_shared(stage.add(consumer.unit(k) * T::BYTES)) };
+                sums[k] = add4(sums[k], T::widen(staged));
+            }
+        });
+        // SAFETY: one arrival per consumer and lap, as `init` counted.
+        unsafe { ring.free(place).arrive() };
+        place = ring.next(place);
+    }
+    let out = p.out + 4 * (u64::from(item.row) * p.out_pitch_elems + item.first);
+    for_each_unit!(k => {
+        if exists(k) {
+            let value = add4(sums[k], T::widen(own[k]));
+            let elems = if WHOLE { UNIT_ELEMS } else { item.elems - consumer.unit(k) };
+            store_unit(out + 4 * u64::from(consumer.unit(k)), value, live >> (UNIT_ELEMS * k as u32), elems);
+        }
+    });
+    place
 }
 
 /// Stores the first `elems` of a unit; lanes that `live` lacks lie past `D_p` and are zero.
@@ -270,10 +319,55 @@ fn store_unit(address: u64, value: [f32; 4], live: u32, elems: u32) {
     }
 }
 
-/// The rank's own slice of one row, read through the segment table. Positions must not decrease.
-struct OwnSlice<'a> {
-    p: &'a SumParams,
-    destination: u64,
+/// Bits of a unit whose elements all exist.
+const ALL_LANES: u32 = (1 << UNIT_ELEMS) - 1;
+const _: () = assert!(UNITS as u32 * UNIT_ELEMS == u32::BITS, "a bit for each element of a thread's units");
+
+/// The thread's units of the rank's own slice, and a bit for each element that exists.
+#[inline(always)]
+fn load_own<T: Gradient, const WHOLE: bool>(
+    p: &SumParams,
+    consumer: Consumer,
+    cursor: &mut Cursor,
+    item: Item,
+) -> ([T::Unit; UNITS], u32) {
+    let first = p.packed_first + item.first;
+    let (mut own, mut live, mut ragged) = ([T::ZERO; UNITS], 0, 0_u32);
+    if cursor.row != item.row {
+        *cursor = Cursor::at(p, item.row, first);
+    }
+    for_each_unit!(k => {
+        if WHOLE || consumer.unit(k) < item.elems {
+            let packed = first + u64::from(consumer.unit(k));
+            cursor.advance::<T>(p, packed);
+            match cursor.whole_unit::<T>(packed) {
+                Some(unit) => {
+                    own[k] = unit;
+                    live |= ALL_LANES << (UNIT_ELEMS * k as u32);
+                }
+                None => ragged |= 1 << k,
+            }
+        }
+    });
+    // What crosses the end of a parameter, of its rows or of the packed row: few units, in code that stands once.
+    while ragged != 0 {
+        let index = ragged.trailing_zeros();
+        ragged &= ragged - 1;
+        let within = (index * consumer.count + consumer.index) * UNIT_ELEMS;
+        let (unit, lanes) = ragged_unit::<T>(p, item.row, first + u64::from(within), item.elems - within);
+        live |= lanes << (UNIT_ELEMS * index);
+        for_each_unit!(k => {
+            if k as u32 == index {
+                own[k] = unit;
+            }
+        });
+    }
+    (own, live)
+}
+
+/// Where a thread stands in the rank's own slice of one row. Positions only grow within a row.
+struct Cursor {
+    row: u32,
     next_segment: u32,
     packed_first: u64,
     packed_end: u64,
@@ -283,38 +377,31 @@ struct OwnSlice<'a> {
     live_elems: u64,
 }
 
-impl<'a> OwnSlice<'a> {
-    fn new<T: Gradient>(p: &'a SumParams, row: u32) -> Self {
-        let destination = u64::from(p.first_rank + row);
-        let mut slice =
-            Self { p, destination, next_segment: 0, packed_first: 0, packed_end: 0, address: 0, live_elems: 0 };
-        slice.next_segment = slice.first_segment_at(p.packed_first);
-        slice
-    }
+impl Cursor {
+    const NOWHERE: Self =
+        Self { row: u32::MAX, next_segment: 0, packed_first: 0, packed_end: 0, address: 0, live_elems: 0 };
 
-    fn segment(&self, index: u32) -> Segment {
-        // SAFETY: `segments` has `segment_count` entries and positions are inside the packed row, so the search ends.
-        unsafe { *(self.p.segments as *const Segment).add(index as usize) }
-    }
-
-    /// The first segment that ends after `packed`, by bisection.
-    fn first_segment_at(&self, packed: u64) -> u32 {
-        let (mut low, mut high) = (0, self.p.segment_count);
+    /// In the segment of `packed` or right before it.
+    #[inline(always)]
+    fn at(p: &SumParams, row: u32, packed: u64) -> Self {
+        // The first segment that ends after `packed`, by bisection.
+        let (mut low, mut high) = (0, p.segment_count);
         while low < high {
             let middle = (low + high) / 2;
-            if self.segment(middle).packed_end <= packed { low = middle + 1 } else { high = middle }
+            if segment(p, middle).packed_end <= packed { low = middle + 1 } else { high = middle }
         }
-        low
+        Self { row, next_segment: low, ..Self::NOWHERE }
     }
 
+    /// Goes on to the segment that holds `packed`.
     #[inline(always)]
-    fn advance<T: Gradient>(&mut self, packed: u64) {
+    fn advance<T: Gradient>(&mut self, p: &SumParams, packed: u64) {
         while packed >= self.packed_end {
-            let segment = self.segment(self.next_segment);
+            let segment = segment(p, self.next_segment);
             self.next_segment += 1;
-            let skipped = self.destination * segment.shard_elems();
+            let skipped = u64::from(p.first_rank + self.row) * segment.shard_elems();
             // SAFETY: a segment's gradient is below the count of gradients.
-            let base = unsafe { *(&raw const self.p.gradients).cast::<u64>().add(segment.gradient as usize) };
+            let base = unsafe { *(&raw const p.gradients).cast::<u64>().add(segment.gradient as usize) };
             self.packed_first = segment.packed_first;
             self.packed_end = segment.packed_end;
             self.live_elems = segment.live_elems.saturating_sub(skipped);
@@ -322,41 +409,52 @@ impl<'a> OwnSlice<'a> {
         }
     }
 
-    /// The unit at `packed`, and a bit for each lane that exists.
+    /// The unit at `packed` if all of it exists in this segment.
     #[inline(always)]
-    fn unit<T: Gradient>(&mut self, packed: u64) -> (T::Unit, u32) {
-        self.advance::<T>(packed);
+    fn whole_unit<T: Gradient>(&self, packed: u64) -> Option<T::Unit> {
         let within = packed - self.packed_first;
-        let address = self.address + within * u64::from(T::BYTES);
-        let whole =
-            within + u64::from(UNIT_ELEMS) <= self.live_elems && packed + u64::from(UNIT_ELEMS) <= self.packed_end;
-        if whole && self.address != 0 && address.is_multiple_of(u64::from(T::UNIT_BYTES)) {
-            // SAFETY: four elements that exist, aligned.
-            (unsafe { T::load_global(address) }, 0b1111)
-        } else {
-            self.unit_by_lanes::<T>(packed)
+        let end = within + u64::from(UNIT_ELEMS);
+        if end > self.live_elems || end > self.packed_end - self.packed_first || self.address == 0 {
+            return None;
         }
-    }
-
-    /// A unit that is unaligned, or crosses the end of a parameter, of its rows or of the packed row.
-    #[inline(never)]
-    fn unit_by_lanes<T: Gradient>(&mut self, packed: u64) -> (T::Unit, u32) {
-        let (mut unit, mut live) = (T::ZERO, 0);
+        let address = self.address + within * u64::from(T::BYTES);
+        if address.is_multiple_of(u64::from(T::UNIT_BYTES)) {
+            // SAFETY: four elements that exist, aligned.
+            return Some(unsafe { T::load_global(address) });
+        }
+        let mut unit = T::ZERO;
         for lane in 0..UNIT_ELEMS {
+            // SAFETY: an element that exists.
+            unit = unsafe { T::with_lane(unit, lane, address + u64::from(lane * T::BYTES)) };
+        }
+        Some(unit)
+    }
+}
+
+#[inline(always)]
+fn segment(p: &SumParams, index: u32) -> Segment {
+    // SAFETY: `segments` has `segment_count` entries, and positions are inside the packed row, so searches end in it.
+    unsafe { *(p.segments as *const Segment).add(index as usize) }
+}
+
+/// A unit lane by lane, of which `elems` lie in the row; with a bit for each that exists.
+#[inline(always)]
+fn ragged_unit<T: Gradient>(p: &SumParams, row: u32, packed: u64, elems: u32) -> (T::Unit, u32) {
+    let (mut unit, mut live) = (T::ZERO, 0);
+    let mut cursor = Cursor::at(p, row, packed);
+    for lane in 0..UNIT_ELEMS {
+        if lane < elems {
             let position = packed + u64::from(lane);
-            if position >= self.p.packed_first + self.p.row_elems {
-                break;
-            }
-            self.advance::<T>(position);
-            let within = position - self.packed_first;
-            if within < self.live_elems {
+            cursor.advance::<T>(p, position);
+            let within = position - cursor.packed_first;
+            if within < cursor.live_elems {
                 live |= 1 << lane;
-                if self.address != 0 {
+                if cursor.address != 0 {
                     // SAFETY: an element that exists.
-                    unit = unsafe { T::with_lane(unit, lane, self.address + within * u64::from(T::BYTES)) };
+                    unit = unsafe { T::with_lane(unit, lane, cursor.address + within * u64::from(T::BYTES)) };
                 }
             }
         }
-        (unit, live)
     }
+    (unit, live)
 }

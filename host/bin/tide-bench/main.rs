@@ -1,2 +1,51 @@
-//! The benchmark.
-fn main() {}
+//! `tide-bench`: TIDE's collectives on real models' tensors, checked and tabulated.
+
+mod cli;
+mod examine;
+mod failure;
+mod generate;
+mod gradient;
+mod grads;
+mod legs;
+mod memory;
+mod model_file;
+mod plan_cmd;
+mod presets;
+mod progress;
+mod report;
+mod run;
+mod save;
+mod tensors;
+#[cfg(test)]
+mod testing;
+mod verify;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use clap::error::ErrorKind;
+
+use crate::cli::{Cli, Command};
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => error.exit(),
+        Err(error) => return refuse(&cli::one_sentence(&error), failure::BAD_USAGE),
+    };
+    let outcome = match cli.command {
+        None => run::run(&cli.run),
+        Some(Command::Run(arguments)) => run::run(&arguments),
+        Some(Command::Plan(arguments)) => plan_cmd::plan(&arguments).map(|()| true),
+    };
+    match outcome {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(failure::WRONG_DATA),
+        Err(error) => refuse(&format!("{error:#}"), failure::exit_status(&error)),
+    }
+}
+
+fn refuse(sentence: &str, status: u8) -> ExitCode {
+    eprintln!("tide-bench: {sentence}");
+    ExitCode::from(status)
+}

@@ -16,6 +16,9 @@ pub const ALIGN_BYTES: usize = 512;
 const MULTICAST_BIT: u64 = 1 << 63;
 const MULTICAST_OFFSET_BITS: u32 = 44;
 
+/// Allocations whose bounds are kept at hand: a kernel reads and writes a few at a time.
+const RECENT: usize = 8;
+
 struct Allocation {
     bytes: u64,
     device: u32,
@@ -27,8 +30,11 @@ pub struct Memory {
     allocations: BTreeMap<u64, Allocation>,
     multicast: Vec<Vec<u64>>,
     multicast_bytes: Vec<u64>,
-    /// The bounds of the allocation that was hit last.
-    recent: Cell<(u64, u64)>,
+    /// Whether the replicas are known to lie in live allocations.
+    multicast_checked: Vec<bool>,
+    /// The bounds of the allocations that were hit last, and which of them goes next.
+    recent: [Cell<(u64, u64)>; RECENT],
+    next_recent: Cell<usize>,
     live_bytes: Vec<u64>,
     peak_bytes: Vec<u64>,
     poison_below_bytes: u64,
@@ -45,7 +51,9 @@ impl Memory {
             allocations: BTreeMap::new(),
             multicast: Vec::new(),
             multicast_bytes: Vec::new(),
-            recent: Cell::new((0, 0)),
+            multicast_checked: Vec::new(),
+            recent: Default::default(),
+            next_recent: Cell::new(0),
             live_bytes: std::vec![0; device_count as usize],
             peak_bytes: std::vec![0; device_count as usize],
             poison_below_bytes,
@@ -75,7 +83,8 @@ impl Memory {
     /// Frees what [`Memory::allocate`] gave; false if it gave no such thing.
     pub fn free(&mut self, address: u64) -> bool {
         let Some(allocation) = self.allocations.remove(&address) else { return false };
-        self.recent.set((0, 0));
+        self.recent.iter().for_each(|r| r.set((0, 0)));
+        self.multicast_checked.iter_mut().for_each(|c| *c = false);
         self.live_bytes[allocation.device as usize] -= allocation.bytes;
         // SAFETY: allocated by `allocate` with this layout, and forgotten just now.
         unsafe { dealloc(address as *mut u8, allocation.layout) };
@@ -90,18 +99,17 @@ impl Memory {
     /// Whether `[address, address + bytes)` lies in one live allocation.
     #[inline]
     pub fn is_valid(&self, address: u64, bytes: u64) -> bool {
-        let (base, end) = self.recent.get();
-        if address >= base && address.saturating_add(bytes) <= end {
-            return true;
-        }
-        self.is_valid_slow(address, bytes)
+        let inside = |r: &Cell<(u64, u64)>| address >= r.get().0 && address.saturating_add(bytes) <= r.get().1;
+        self.recent.iter().any(inside) || self.is_valid_slow(address, bytes)
     }
 
     #[cold]
     fn is_valid_slow(&self, address: u64, bytes: u64) -> bool {
         match self.allocations.range(..=address).next_back() {
             Some((&base, a)) if address.saturating_add(bytes) <= base + a.bytes => {
-                self.recent.set((base, base + a.bytes));
+                let next = self.next_recent.get();
+                self.recent[next].set((base, base + a.bytes));
+                self.next_recent.set((next + 1) % RECENT);
                 true
             }
             _ => false,
@@ -126,6 +134,7 @@ impl Memory {
         let address = MULTICAST_BIT | (self.multicast.len() as u64) << MULTICAST_OFFSET_BITS;
         self.multicast.push(replicas);
         self.multicast_bytes.push(bytes);
+        self.multicast_checked.push(false);
         address
     }
 
@@ -134,12 +143,19 @@ impl Memory {
         address & MULTICAST_BIT != 0
     }
 
-    /// The replicas' addresses of `bytes` behind a multicast address, or `None` if it is not valid.
-    pub fn replicas(&self, address: u64, bytes: u64) -> Option<impl Iterator<Item = u64> + '_> {
+    /// The replicas' addresses of `bytes` behind a multicast address, or `None` if it is not valid or a replica is freed.
+    pub fn replicas(&mut self, address: u64, bytes: u64) -> Option<impl Iterator<Item = u64> + '_> {
         let index = ((address & !MULTICAST_BIT) >> MULTICAST_OFFSET_BITS) as usize;
         let offset = address & ((1 << MULTICAST_OFFSET_BITS) - 1);
-        let inside = Self::is_multicast(address) && offset + bytes <= *self.multicast_bytes.get(index)?;
-        inside.then(|| self.multicast[index].iter().map(move |base| base + offset))
+        let whole = *self.multicast_bytes.get(index)?;
+        if !Self::is_multicast(address) || offset + bytes > whole {
+            return None;
+        }
+        if !self.multicast_checked[index] {
+            self.multicast_checked[index] = self.multicast[index].iter().all(|&base| self.is_valid(base, whole));
+        }
+        let live = self.multicast_checked[index];
+        live.then(|| self.multicast[index].iter().map(move |base| base + offset))
     }
 }
 

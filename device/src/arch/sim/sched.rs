@@ -2,11 +2,11 @@
 //!
 //! # Safety argument
 //!
-//! Everything lives in one [`World`], reached through a raw pointer: from [`Scheduler`]'s methods, and, while
+//! Everything lives in one `World`, reached through a raw pointer: from [`Scheduler`]'s methods, and, while
 //! a coroutine runs, from the operations that it performs. A coroutine runs only inside [`Scheduler::step`],
 //! which holds no reference into the world across the resume; operations hold none across a suspension.
 //! So at any moment at most one reference is in use. The scheduler may move between OS threads between steps:
-//! coroutines keep no thread-local address across a suspension, because [`current`] is never inlined.
+//! coroutines keep no thread-local address across a suspension, because `current` is never inlined.
 
 use super::block::{Block, MbarrierState, SharedMemory};
 use super::memory::Memory;
@@ -336,14 +336,12 @@ pub(super) fn bulk_wait_group(pending: u32, reads_only: bool) {
 
 pub(super) fn multimem_sum(address: u64) -> [f32; 4] {
     let sum = with_world(|w, _| {
-        let memory = &w.memory;
-        let replicas = memory.replicas(address, 16)?;
+        if !address.is_multiple_of(16) {
+            return None;
+        }
         let mut sum = [crate::kernels::numerics::ADD_IDENTITY; 4];
-        for replica in replicas {
-            if !memory.is_valid(replica, 16) || !replica.is_multiple_of(16) {
-                return None;
-            }
-            // SAFETY: in a live allocation and aligned, as just checked.
+        for replica in w.memory.replicas(address, 16)? {
+            // SAFETY: `replicas` gives addresses in live allocations; replicas are aligned as their allocations.
             let four = unsafe { *(replica as *const [f32; 4]) };
             sum = crate::kernels::numerics::add4(sum, four);
         }

@@ -1,0 +1,84 @@
+//! The library's collectives as legs of a run, on the simulated machine.
+
+mod gather;
+mod reduce;
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use tide_device::abi::params::GRADIENTS_MAX;
+use tide_device::arch::sim::sched::MachineOptions;
+use tide_gpu::gpu::sim::{SimGpu, SimOptions};
+use tide_gpu::gpu::{DevicePtr, Gpu};
+use tide_gpu::layout::Group;
+use tide_gpu::plan::{ReduceScatterOptions, Topology};
+use tide_gpu::{Communicator, CommunicatorOptions, Path, Scale};
+
+use crate::cli::{NetworkPath, RunArgs};
+use crate::examine::{Job, Leg};
+use crate::progress::Progress;
+
+/// The machine that this build runs on.
+pub const BACKEND: &str = "sim";
+/// The path of a collective that the baseline carries.
+const STOCK: &str = "stock";
+/// Bytes made and uploaded at a time.
+const CHUNK_BYTES: u64 = 1 << 20;
+
+/// Puts the inputs of `job` on the machine. Beside the leg, a line to print where it is not the one
+/// that one would expect.
+///
+/// # Errors
+/// Those of the library.
+pub fn prepare<'a>(
+    arguments: &RunArgs,
+    topology: Topology,
+    options: &ReduceScatterOptions,
+    job: Job<'a>,
+    progress: &Progress,
+) -> Result<(Box<dyn Leg + 'a>, Option<String>)> {
+    let machine =
+        MachineOptions { device_count: topology.local_rank_count(), seed: arguments.source.seed, ..Default::default() };
+    let gpu: Arc<dyn Gpu> = SimGpu::new(SimOptions { machine, ..Default::default() });
+    let path = match arguments.path {
+        NetworkPath::Device => Path::Device,
+        NetworkPath::Host => Path::Host,
+    };
+    let comm = Communicator::new(gpu, topology, CommunicatorOptions { path, ..Default::default() })?;
+    let leg: Box<dyn Leg + 'a> = match job {
+        Job::Gather(tensors) => Box::new(gather::GatherLeg::new(comm, tensors, progress)?),
+        Job::Reduce { gradients, alpha, accumulate } => {
+            let scale = Scale { alpha, accumulate };
+            Box::new(reduce::ReduceLeg::new(comm, gradients, options, scale, progress)?)
+        }
+    };
+    let note = (!is_fast(job.group())).then(|| {
+        let (name, count) = (job.name(), job.group().parameters().len());
+        format!("{name}: {count} parameters, the fast path takes {GRADIENTS_MAX}: the stock path runs instead")
+    });
+    Ok((leg, note))
+}
+
+/// Whether the fast path takes the group; the stock path takes any.
+pub fn is_fast(group: &Group) -> bool {
+    group.parameters().len() <= GRADIENTS_MAX
+}
+
+/// The word for who drives the network of a collective on the fast path.
+fn path_name(comm: &Communicator) -> &'static str {
+    match comm.options().path {
+        Path::Device => "device",
+        Path::Host => "host",
+    }
+}
+
+/// Fills `bytes` from `address` on with `pattern`, whose length divides them.
+fn fill(gpu: &dyn Gpu, address: DevicePtr, bytes: u64, pattern: &[u8]) -> Result<()> {
+    let whole = CHUNK_BYTES.min(bytes) as usize;
+    let chunk = pattern.repeat(whole.div_ceil(pattern.len()));
+    for first in (0..bytes).step_by(chunk.len().max(1)) {
+        let count = (bytes - first).min(chunk.len() as u64) as usize;
+        gpu.upload(DevicePtr(address.0 + first), &chunk[..count])?;
+    }
+    Ok(())
+}
