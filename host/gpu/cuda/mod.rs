@@ -312,10 +312,10 @@ impl CudaGpu {
             let seen = u64::from_ne_bytes(word);
             if !reached(seen, wait.value) {
                 let waited_ns = moved.max(waiting.since).elapsed().as_nanos() as u64;
-                return SyncOutcome::Stalled { fault: Some(Fault::new(&wait.tag, 0, wait.value, seen, waited_ns)) };
+                return SyncOutcome::Stalled { faults: vec![Fault::new(&wait.tag, 0, wait.value, seen, waited_ns)] };
             }
         }
-        SyncOutcome::Stalled { fault: None }
+        SyncOutcome::Stalled { faults: Vec::new() }
     }
 
     /// Refuses blocks that wait for each other where they would not all be resident.
