@@ -36,15 +36,20 @@ mod on_gpu {
     use tide_gpu::monitor::Monitor;
     use tide_gpu::{GradientDtype, Path, Scale};
 
-    /// A test, and whether it needs a process of its own.
+    /// A test, the GPUs it needs, and whether it needs a process of its own.
     struct Test {
         name: &'static str,
+        gpu_count: u32,
         own_process: bool,
         run: fn(),
     }
 
     const fn test(name: &'static str, run: fn()) -> Test {
-        Test { name, own_process: false, run }
+        Test { name, gpu_count: 1, own_process: false, run }
+    }
+
+    const fn apart(name: &'static str, run: fn()) -> Test {
+        Test { name, gpu_count: 1, own_process: true, run }
     }
 
     const TESTS: &[Test] = &[
@@ -62,15 +67,14 @@ mod on_gpu {
         test("all_gather_lands_every_byte", all_gather_lands_every_byte),
         test("a_launch_with_a_wrong_parameter_block_is_refused", a_launch_with_a_wrong_parameter_block_is_refused),
         Test {
-            name: "a_peer_that_never_arrives_is_reported",
-            own_process: true,
-            run: a_peer_that_never_arrives_is_reported,
+            name: "several_gpus_give_the_simulators_bits",
+            gpu_count: 2,
+            own_process: false,
+            run: several_gpus_give_the_simulators_bits,
         },
-        Test {
-            name: "a_memory_wait_that_never_holds_is_named",
-            own_process: true,
-            run: a_memory_wait_that_never_holds_is_named,
-        },
+        apart("a_peer_that_never_arrives_is_reported", a_peer_that_never_arrives_is_reported),
+        apart("a_memory_wait_that_never_holds_is_named", a_memory_wait_that_never_holds_is_named),
+        apart("a_host_far_ahead_of_a_stalled_stream_is_refused", a_host_far_ahead_of_a_stalled_stream_is_refused),
     ];
 
     /// How long a process of a single test may take.
@@ -88,28 +92,33 @@ mod on_gpu {
             chosen.iter().for_each(|t| println!("{}: test", t.name));
             return ExitCode::SUCCESS;
         }
-        if let Err(absence) = CudaGpu::probe() {
-            chosen.iter().for_each(|t| println!("skip {}: {absence}", t.name));
-            println!("0 passed, 0 failed, {} skipped", chosen.len());
-            return ExitCode::SUCCESS;
+        let found = match CudaGpu::probe() {
+            Ok(found) => found,
+            Err(absence) => {
+                chosen.iter().for_each(|t| println!("skip {}: {absence}", t.name));
+                println!("0 passed, 0 failed, {} skipped", chosen.len());
+                return ExitCode::SUCCESS;
+            }
+        };
+        if in_this_process {
+            let good = chosen.iter().all(|t| std::panic::catch_unwind(t.run).is_ok());
+            // A kernel may be parked: exit handlers of the driver may wait for it.
+            exit_now(i32::from(!good));
         }
-        let (mut passed, mut failed) = (0, 0);
+        let (mut passed, mut failed, mut skipped) = (0, 0, 0);
         for test in chosen {
+            if found.device_count < test.gpu_count {
+                println!("skip {}: needs {} GPUs, found {}", test.name, test.gpu_count, found.device_count);
+                skipped += 1;
+                continue;
+            }
             let started = Instant::now();
-            let good = if test.own_process && !in_this_process {
-                run_child(test.name)
-            } else {
-                std::panic::catch_unwind(test.run).is_ok()
-            };
+            let good = if test.own_process { run_child(test.name) } else { std::panic::catch_unwind(test.run).is_ok() };
             let verdict = if good { "ok  " } else { "FAIL" };
             println!("{verdict} {} ({:.1} s)", test.name, started.elapsed().as_secs_f64());
             *(if good { &mut passed } else { &mut failed }) += 1;
         }
-        println!("{passed} passed, {failed} failed, 0 skipped");
-        if in_this_process {
-            // A kernel may be parked: exit handlers of the driver may wait for it.
-            exit_now(i32::from(failed > 0));
-        }
+        println!("{passed} passed, {failed} failed, {skipped} skipped");
         if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
     }
 
@@ -145,9 +154,13 @@ mod on_gpu {
 
     /// Runs a case on the GPU and in the simulator, and compares bits.
     fn assert_parity(case: &Case, fill: impl Fn(usize, u32) -> Gradients) {
+        assert_parity_on(&gpu(), case, fill);
+    }
+
+    fn assert_parity_on(gpu: &Arc<dyn Gpu>, case: &Case, fill: impl Fn(usize, u32) -> Gradients) {
         let what = format!("{}x{} {:?} {:?} {:?}", case.nodes, case.gpus, case.dtype, case.path, case.shapes);
         let expected = bits(&case.run(&fill));
-        let on_gpu = Case { gpu: Some(gpu()), ..case.clone() };
+        let on_gpu = Case { gpu: Some(Arc::clone(gpu)), ..case.clone() };
         let got = on_gpu.try_run(&fill).unwrap_or_else(|error| panic!("{what}: {error}"));
         for (rank, (got, expected)) in bits(&got).iter().zip(&expected).enumerate() {
             assert_eq!(got.len(), expected.len(), "{what}: rank {rank}");
@@ -200,6 +213,22 @@ mod on_gpu {
             case.comm.stripe_bytes = 4096;
             let shapes = case.shapes.clone();
             assert_parity(&case, |_, rank| normal(&shapes, 7, rank));
+        }
+    }
+
+    /// Local rank `l` on GPU `l mod count`.
+    fn several_gpus_give_the_simulators_bits() {
+        let gpu: Arc<dyn Gpu> = CudaGpu::new(CudaOptions::default()).unwrap_or_else(|error| panic!("{error}"));
+        for (nodes, gpus) in [(1, 8), (2, 4), (3, 2)] {
+            for path in [Path::Device, Path::Host] {
+                let mut case = Case::new(nodes, gpus, &[&[33, 5], &[48, 8]]);
+                case.path = path;
+                let shapes = case.shapes.clone();
+                assert_parity_on(&gpu, &case, |_, rank| normal(&shapes, 11, rank));
+                let mut gather = GatherCase::new(nodes, gpus, case.group());
+                (gather.path, gather.calls, gather.gpu) = (path, 2, Some(Arc::clone(&gpu)));
+                gather.assert_gathers(|call| gather.random_bytes(call as u64));
+            }
         }
     }
 
@@ -467,5 +496,25 @@ mod on_gpu {
             assert_eq!(gpu.synchronize(stream, timeout_ns).unwrap(), SyncOutcome::Complete);
         }
         assert!(gpu.is_complete(event).unwrap());
+    }
+
+    fn a_host_far_ahead_of_a_stalled_stream_is_refused() {
+        let enqueue_timeout = Duration::from_secs(1);
+        let options = CudaOptions { devices: Some(vec![0]), enqueue_timeout, ..CudaOptions::default() };
+        let most = options.in_flight_max;
+        let gpu: Arc<dyn Gpu> = CudaGpu::new(options).unwrap_or_else(|error| panic!("{error}"));
+        let words = DeviceBuffer::from_slice(&gpu, 0, &[0_u64, 0]).unwrap();
+        let other = DevicePtr(words.address().0 + 8);
+        let stream = gpu.create_stream(0, Priority::Normal).unwrap();
+        let tag = WaitTag::zeroed();
+        let wait = MemoryWait { address: words.address(), value: 1, timeout_ns: 1_000_000_000, tag };
+        gpu.wait_value(stream, &wait).unwrap();
+        let started = Instant::now();
+        let taken = (1..=2 * most).take_while(|value| gpu.write_value(stream, other, *value).is_ok()).count() as u64;
+        assert!(taken < most && taken > most / 2, "{taken} operations were taken");
+        assert!(started.elapsed() >= enqueue_timeout && started.elapsed() < 10 * enqueue_timeout);
+        gpu.upload(words.address(), &1_u64.to_ne_bytes()).unwrap();
+        assert_eq!(gpu.synchronize(stream, 2_000_000_000).unwrap(), SyncOutcome::Complete);
+        assert_eq!(words.to_vec::<u64>().unwrap(), [1, taken]);
     }
 }

@@ -65,7 +65,7 @@ pub struct CudaOptions {
 
 impl Default for CudaOptions {
     fn default() -> Self {
-        Self { devices: None, multicast: false, in_flight_max: 1024, enqueue_timeout: Duration::from_secs(60) }
+        Self { devices: None, multicast: false, in_flight_max: 768, enqueue_timeout: Duration::from_secs(60) }
     }
 }
 
