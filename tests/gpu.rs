@@ -59,6 +59,7 @@ mod on_gpu {
             reads_and_writes_of_the_host_stay_in_the_allocation,
         ),
         test("thousands_of_events_and_waits_leave_nothing_behind", thousands_of_events_and_waits_leave_nothing_behind),
+        test("many_streams_do_not_hold_each_other_back", many_streams_do_not_hold_each_other_back),
         test("freed_memory_comes_back", freed_memory_comes_back),
         test("reduce_scatter_of_bf16_is_the_simulators_bit_for_bit", || reduce_scatter_matrix(GradientDtype::Bf16)),
         test("reduce_scatter_of_fp32_is_the_simulators_bit_for_bit", || reduce_scatter_matrix(GradientDtype::F32)),
@@ -340,6 +341,24 @@ mod on_gpu {
         assert_eq!(word.to_vec::<u64>().unwrap(), [5000]);
         // Long recycled, and still complete.
         assert!(gpu.is_complete(first.unwrap()).unwrap());
+    }
+
+    /// More streams than operations in flight, each with a few that nobody has marked: what is over must not count.
+    fn many_streams_do_not_hold_each_other_back() {
+        let gpu = gpu();
+        let count = CudaOptions::default().in_flight_max / 4;
+        let words = DeviceBuffer::from_slice(&gpu, 0, &vec![0_u64; count as usize]).unwrap();
+        let streams: Vec<_> = (0..count).map(|_| gpu.create_stream(0, Priority::Normal).unwrap()).collect();
+        for value in 1..=12 {
+            for (stream, index) in streams.iter().zip(0..) {
+                gpu.write_value(*stream, DevicePtr(words.address().0 + 8 * index), value).unwrap();
+            }
+        }
+        for stream in streams {
+            assert_eq!(gpu.synchronize(stream, 10_000_000_000).unwrap(), SyncOutcome::Complete);
+            gpu.destroy_stream(stream);
+        }
+        assert_eq!(words.to_vec::<u64>().unwrap(), vec![12; count as usize]);
     }
 
     fn freed_memory_comes_back() {

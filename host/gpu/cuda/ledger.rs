@@ -71,6 +71,11 @@ impl<E: Copy> Ledger<E> {
         self.enqueued - self.done
     }
 
+    /// Whether a mark is not known to have completed.
+    pub fn has_mark(&self) -> bool {
+        !self.marks.is_empty()
+    }
+
     /// Takes off the marks that `is_complete` says have completed, oldest first, up to the first that has not.
     ///
     /// # Errors

@@ -629,7 +629,7 @@ impl Gpu for CudaGpu {
             blockDimZ: 1,
             sharedMemBytes: launch.shared_bytes,
             hStream: target.handle,
-            attrs: attributes.as_mut_ptr(),
+            attrs: if attributes.is_empty() { std::ptr::null_mut() } else { attributes.as_mut_ptr() },
             numAttrs: attributes.len() as c_uint,
         };
         // One parameter, by value: the driver copies its bytes before the call returns.

@@ -13,7 +13,7 @@ use std::ffi::c_uint;
 use std::time::Instant;
 
 /// Operations of a stream after which the host marks it itself, if its caller records no event.
-const UNMARKED_MAX: u64 = 64;
+const UNMARKED_MAX: u64 = 16;
 
 struct Queue {
     handle: sys::CUstream,
@@ -250,12 +250,16 @@ impl Queues {
     /// # Errors
     /// What the driver says of work that failed.
     pub fn sweep_all(&mut self) -> Result<()> {
-        let streams: Vec<(u32, bool)> = self.queues.iter().map(|(id, q)| (*id, q.is_retired)).collect();
-        for (id, is_retired) in streams {
-            if !is_retired {
-                self.sweep(Stream(id))?;
-            } else if self.is_empty(Stream(id))?
-                && let Some(queue) = self.queues.remove(&id)
+        let streams: Vec<Stream> = self.queues.keys().map(|id| Stream(*id)).collect();
+        for stream in streams {
+            self.sweep(stream)?;
+            let Some(queue) = self.queues.get(&stream.0) else { continue };
+            let is_retired = queue.is_retired;
+            // Behind the last mark only the stream itself tells.
+            let is_empty = queue.ledger.in_flight() == 0 || (!queue.ledger.has_mark() && self.is_empty(stream)?);
+            if is_empty
+                && is_retired
+                && let Some(queue) = self.queues.remove(&stream.0)
             {
                 // SAFETY: its owner gave it up, and it is no longer in the table.
                 unsafe { self.driver.cuStreamDestroy_v2(queue.handle) }.ok()?;
