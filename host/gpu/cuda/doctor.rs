@@ -57,7 +57,7 @@ pub struct Check {
 
 impl fmt::Display for Check {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:4}  {:28}  {}", self.verdict, self.name, self.found)?;
+        write!(f, "{:4}  {:30}  {}", self.verdict, self.name, self.found)?;
         if self.cost.is_empty() { Ok(()) } else { write!(f, ": {}", self.cost) }
     }
 }
