@@ -1,6 +1,6 @@
 //! What a collective asks of the GPUs: memory, streams, events, copies, launches, memory waits.
 //!
-//! A collective is written once against [`Gpu`]; back ends are [`sim`] and, on a machine with a driver, CUDA.
+//! A collective is written once against [`Gpu`]; back ends are [`sim`] and, with the feature `cuda`, the CUDA driver.
 //!
 //! # Order
 //!
@@ -9,6 +9,8 @@
 //! map several streams to one hardware queue.
 
 mod buffer;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod sim;
 
 pub use buffer::{DeviceBuffer, DeviceSlice};

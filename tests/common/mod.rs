@@ -30,6 +30,8 @@ pub struct Case {
     /// What every output element holds before the first call.
     pub previous: f32,
     pub calls: usize,
+    /// The GPUs to run on; `None` for simulated ones as `sim` says.
+    pub gpu: Option<Arc<dyn Gpu>>,
     pub sim: SimOptions,
     pub comm: CommunicatorOptions,
 }
@@ -46,6 +48,7 @@ impl Case {
             scale: Scale::default(),
             previous: f32::NAN,
             calls: 1,
+            gpu: None,
             sim: SimOptions::default(),
             // Small stripes, so that small blocks still use several contexts.
             comm: CommunicatorOptions { stripe_bytes: 256, ..Default::default() },
@@ -74,7 +77,7 @@ impl Case {
     }
 
     pub fn communicator(&self) -> Communicator {
-        let gpu: Arc<dyn Gpu> = SimGpu::new(self.sim.clone());
+        let gpu = gpu_or_sim(self.gpu.as_ref(), &self.sim);
         let topology = Topology::new(self.nodes, self.gpus).unwrap();
         Communicator::new(gpu, topology, CommunicatorOptions { path: self.path, ..self.comm.clone() }).unwrap()
     }
@@ -111,6 +114,10 @@ impl Case {
         drop(rs);
         outs.iter().map(DeviceBuffer::to_vec).collect()
     }
+}
+
+fn gpu_or_sim(gpu: Option<&Arc<dyn Gpu>>, sim: &SimOptions) -> Arc<dyn Gpu> {
+    gpu.cloned().unwrap_or_else(|| SimGpu::new(sim.clone()))
 }
 
 pub fn group(shapes: &[Vec<u64>], dtype: Dtype) -> Group {
@@ -201,17 +208,19 @@ pub struct GatherCase {
     pub group: Group,
     pub path: Path,
     pub calls: usize,
+    /// As [`Case::gpu`].
+    pub gpu: Option<Arc<dyn Gpu>>,
     pub sim: SimOptions,
 }
 
 impl GatherCase {
     pub fn new(nodes: u32, gpus: u32, group: Group) -> Self {
-        Self { nodes, gpus, group, path: Path::Device, calls: 1, sim: SimOptions::default() }
+        Self { nodes, gpus, group, path: Path::Device, calls: 1, gpu: None, sim: SimOptions::default() }
     }
 
     /// Gathers whole parameters `bytes(call)` and asserts that every rank ends with exactly them.
     pub fn assert_gathers(&self, bytes: impl Fn(usize) -> Vec<Vec<u8>>) {
-        let gpu: Arc<dyn Gpu> = SimGpu::new(self.sim.clone());
+        let gpu = gpu_or_sim(self.gpu.as_ref(), &self.sim);
         let topology = Topology::new(self.nodes, self.gpus).unwrap();
         let options = CommunicatorOptions { path: self.path, stripe_bytes: 256, ..Default::default() };
         let comm = Communicator::new(Arc::clone(&gpu), topology, options).unwrap();
