@@ -387,6 +387,9 @@ mod on_gpu {
             epoch: 6,
             sequence: 7,
             source_shift: 0,
+            block_first: 0,
+            block_count: 1,
+            block_bytes: 0,
             progress_first: 0,
             round_first: 0,
             round_count: 1,
@@ -408,7 +411,7 @@ mod on_gpu {
         gpu.write_value(stream, after.address(), 2).unwrap();
         let outcome = gpu.synchronize(stream, TIMEOUT.as_nanos() as u64).unwrap();
         let waited = started.elapsed();
-        assert_eq!(outcome, SyncOutcome::Stalled { fault: None });
+        assert_eq!(outcome, SyncOutcome::Stalled { faults: vec![] });
         assert!(waited >= TIMEOUT && waited < 2 * TIMEOUT, "stalled after {waited:?}");
         let faults = monitor.faults().unwrap();
         assert_eq!(faults.len(), 1);
@@ -453,7 +456,8 @@ mod on_gpu {
         let started = Instant::now();
         let outcome = gpu.synchronize(other, timeout_ns).unwrap();
         assert!(started.elapsed() < 2 * TIMEOUT);
-        let SyncOutcome::Stalled { fault: Some(fault) } = outcome else { panic!("{outcome:?}") };
+        let SyncOutcome::Stalled { faults } = outcome else { panic!("{outcome:?}") };
+        let [fault] = faults.as_slice() else { panic!("{faults:?}") };
         println!("{fault}");
         assert_eq!((fault.kind, fault.peer, fault.expected, fault.seen), (Some(WaitKind::StagingFull), 5, 4, 0));
         assert!(!gpu.is_complete(event).unwrap());

@@ -298,9 +298,10 @@ impl CudaGpu {
         }
     }
 
-    /// Nothing moves: finds the wait that everything hangs on.
+    /// Nothing moves: finds the waits that do not hold.
     fn stalled(&self, moved: Instant) -> SyncOutcome {
         let pending = lock(&self.queues).pending_waits();
+        let mut faults = Vec::new();
         for waiting in pending {
             let wait = &waiting.wait;
             let mut word = [0; SIGNAL_BYTES as usize];
@@ -312,10 +313,10 @@ impl CudaGpu {
             let seen = u64::from_ne_bytes(word);
             if !reached(seen, wait.value) {
                 let waited_ns = moved.max(waiting.since).elapsed().as_nanos() as u64;
-                return SyncOutcome::Stalled { fault: Some(Fault::new(&wait.tag, 0, wait.value, seen, waited_ns)) };
+                faults.push(Fault::new(&wait.tag, 0, wait.value, seen, waited_ns));
             }
         }
-        SyncOutcome::Stalled { fault: None }
+        SyncOutcome::Stalled { faults }
     }
 
     /// Refuses blocks that wait for each other where they would not all be resident.
