@@ -440,6 +440,8 @@ fn network_tables(
                     credit_lead: 1,
                     source_offset: slots(round.sent_slots().start),
                     source_block: 0,
+                    head_offset: 0,
+                    head_bytes: 0,
                     destination_offset: slots(round.received_slots().start),
                     bytes,
                 }],

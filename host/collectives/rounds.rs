@@ -230,6 +230,8 @@ impl Rounds {
                     &HostPut {
                         from: rank,
                         to: Node(put.peer),
+                        head_offset: put.head_offset,
+                        head_bytes: put.head_bytes,
                         source_offset: params.source_offset(put),
                         destination_offset: put.destination_offset,
                         bytes: put.bytes,

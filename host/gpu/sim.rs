@@ -58,6 +58,7 @@ struct StreamState {
     device: u32,
     hardware_queue: usize,
     ops: VecDeque<Queued>,
+    lazy_turns: u32,
     /// In the list of streams that may go on.
     pollable: bool,
 }
@@ -229,6 +230,9 @@ impl Inner {
 
     fn turn(&mut self, index: usize) {
         let stream = self.pollable[index];
+        if self.scheduler.passes(self.streams[stream as usize].lazy_turns) {
+            return;
+        }
         let leave = match self.advance(stream) {
             Turn::Moved => self.streams[stream as usize].ops.is_empty(),
             Turn::Blocked => {
@@ -490,7 +494,8 @@ impl Gpu for SimGpu {
         let id = inner.streams.len();
         let queues = inner.hardware_queues.len();
         let hardware_queue = if queues == 0 { usize::MAX } else { id % queues };
-        inner.streams.push(StreamState { device, hardware_queue, ops: VecDeque::new(), pollable: false });
+        let lazy_turns = inner.scheduler.draw_laziness();
+        inner.streams.push(StreamState { device, hardware_queue, ops: VecDeque::new(), lazy_turns, pollable: false });
         Ok(Stream(id as u32))
     }
 

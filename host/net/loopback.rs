@@ -90,10 +90,13 @@ impl Net for Loopback {
     }
 
     fn put(&self, stream: Stream, put: &HostPut) -> Result<()> {
-        if put.bytes > 0 {
-            let source = DevicePtr(self.arena.base(put.from).0 + put.source_offset);
-            let destination = DevicePtr(self.arena.base(self.peer(put.from, put.to)).0 + put.destination_offset);
-            self.gpu.copy(stream, &Copy2d::flat(destination, source, put.bytes))?;
+        let base = |rank: Rank| self.arena.base(rank).0;
+        let destination = base(self.peer(put.from, put.to)) + put.destination_offset;
+        let head = put.head_bytes.min(put.bytes);
+        let pieces = [(put.head_offset, 0, head), (put.source_offset, head, put.bytes - head)];
+        for (source, at, bytes) in pieces.into_iter().filter(|p| p.2 > 0) {
+            let (to, from) = (DevicePtr(destination + at), DevicePtr(base(put.from) + source));
+            self.gpu.copy(stream, &Copy2d::flat(to, from, bytes))?;
         }
         self.signal(stream, put.from, put.to, put.signal, put.value)
     }

@@ -28,11 +28,15 @@ pub struct HostPut {
     pub from: Rank,
     /// The node of its rail peer.
     pub to: Node,
-    /// Symmetric offset of the source, in the sender's arena.
+    /// Symmetric offset of the first `head_bytes`, in the sender's arena.
+    pub head_offset: u64,
+    /// Bytes that lie apart from the rest.
+    pub head_bytes: u64,
+    /// Symmetric offset of the rest, in the sender's arena.
     pub source_offset: u64,
     /// Symmetric offset of the destination, in the peer's arena.
     pub destination_offset: u64,
-    /// Bytes.
+    /// Bytes of the whole transfer.
     pub bytes: u64,
     /// Signal at the peer that is raised once the data is there.
     pub signal: u32,

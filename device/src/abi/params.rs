@@ -158,13 +158,17 @@ pub struct NetPut {
     pub source_offset: u64,
     /// Number of the source's block in its pass; see [`NetParams::block_first`].
     pub source_block: u64,
+    /// Byte offset of the transfer's first `head_bytes` in this rank's arena; the rest follows from `source_offset` on.
+    pub head_offset: u64,
+    /// Bytes that lie apart from the rest, a multiple of 16; 0 if all lie together.
+    pub head_bytes: u64,
     /// Byte offset of the destination in the peer's arena.
     pub destination_offset: u64,
-    /// Bytes, a multiple of 16; 0 sends the signals alone.
+    /// Bytes of the whole transfer, a multiple of 16; 0 sends the signals alone.
     pub bytes: u64,
 }
 
-assert_layout!(NetPut, size 48, peer at 0, source_offset at 16, source_block at 24, bytes at 40);
+assert_layout!(NetPut, size 64, peer at 0, source_offset at 16, source_block at 24, head_offset at 32, bytes at 56);
 
 /// One transfer that a rank expects in a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
@@ -260,7 +264,7 @@ pub struct NetParams {
 assert_layout!(NetParams, size 80, ranks at 0, sequence at 16, block_first at 32, round_first at 64, stripe_bytes at 72);
 
 impl NetParams {
-    /// Byte offset of a put's source in this rank's arena.
+    /// Byte offset in this rank's arena of what follows a put's head.
     #[inline(always)]
     pub const fn source_offset(&self, put: &NetPut) -> u64 {
         let slot = (self.block_first + put.source_block) % self.block_count;

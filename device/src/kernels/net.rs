@@ -118,10 +118,20 @@ fn post<G: Gin>(p: &NetParams, put: &NetPut, gin: &mut G) {
         let bytes = (put.bytes - offset).min(p.stripe_bytes);
         let is_last_of_context = stripe + u64::from(contexts) >= stripes;
         let signal = is_last_of_context.then_some(put.signal + context);
+        // A stripe may begin in the head and end behind it.
+        let head = put.head_bytes.saturating_sub(offset).min(bytes);
         // SAFETY: the table's ranges lie in the arenas; the peer's credit was awaited; the source is kept until the
         // flush at the end of the round.
         unsafe {
-            gin.put(context, put.peer, put.destination_offset + offset, source_offset + offset, bytes, signal);
+            let destination = put.destination_offset + offset;
+            if head > 0 {
+                let signal = signal.filter(|_| head == bytes);
+                gin.put(context, put.peer, destination, put.head_offset + offset, head, signal);
+            }
+            if head < bytes || bytes == 0 {
+                let source = source_offset + (offset + head - put.head_bytes);
+                gin.put(context, put.peer, destination + head, source, bytes - head, signal);
+            }
         }
     }
 }

@@ -57,6 +57,9 @@ pub enum Command {
     Run(Box<RunArgs>),
     /// Print what would be placed where, in how many waves, with how much memory; run nothing.
     Plan(Box<PlanArgs>),
+    /// Print what this machine has, and what each lack costs. Exit status: 0 nothing is lacking, 10 it runs with
+    /// fallbacks, 20 no GPU can be used.
+    Doctor,
 }
 
 /// Which collectives to run.
@@ -89,6 +92,8 @@ pub enum Backend {
     Auto,
     /// The simulated machine on the CPU.
     Sim,
+    /// The GPUs of this machine, through the CUDA driver.
+    Cuda,
 }
 
 /// Who drives the network.

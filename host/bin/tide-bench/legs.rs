@@ -1,25 +1,20 @@
-//! The library's collectives as legs of a run, on the simulated machine.
+//! The library's collectives as legs of a run.
 
 mod gather;
 mod reduce;
 
-use std::sync::Arc;
-
 use anyhow::Result;
 use tide_device::abi::params::GRADIENTS_MAX;
-use tide_device::arch::sim::sched::MachineOptions;
-use tide_gpu::gpu::sim::{SimGpu, SimOptions};
 use tide_gpu::gpu::{DevicePtr, Gpu};
 use tide_gpu::layout::Group;
 use tide_gpu::plan::{ReduceScatterOptions, Topology};
 use tide_gpu::{Communicator, CommunicatorOptions, Path, Scale};
 
+use crate::backend::Machine;
 use crate::cli::{NetworkPath, RunArgs};
 use crate::examine::{Job, Leg};
 use crate::progress::Progress;
 
-/// The machine that this build runs on.
-pub const BACKEND: &str = "sim";
 /// The path of a collective that the baseline carries.
 const STOCK: &str = "stock";
 /// Bytes made and uploaded at a time.
@@ -31,15 +26,14 @@ const CHUNK_BYTES: u64 = 1 << 20;
 /// # Errors
 /// Those of the library.
 pub fn prepare<'a>(
+    machine: Machine,
     arguments: &RunArgs,
     topology: Topology,
     options: &ReduceScatterOptions,
     job: Job<'a>,
     progress: &Progress,
 ) -> Result<(Box<dyn Leg + 'a>, Option<String>)> {
-    let machine =
-        MachineOptions { device_count: topology.local_rank_count(), seed: arguments.source.seed, ..Default::default() };
-    let gpu: Arc<dyn Gpu> = SimGpu::new(SimOptions { machine, ..Default::default() });
+    let gpu = machine.start(topology.local_rank_count(), arguments.source.seed)?;
     let path = match arguments.path {
         NetworkPath::Device => Path::Device,
         NetworkPath::Host => Path::Host,

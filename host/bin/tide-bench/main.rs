@@ -1,6 +1,8 @@
 //! `tide-bench`: TIDE's collectives on real models' tensors, checked and tabulated.
 
+mod backend;
 mod cli;
+mod doctor;
 mod examine;
 mod failure;
 mod generate;
@@ -37,11 +39,19 @@ fn main() -> ExitCode {
         None => run::run(&cli.run),
         Some(Command::Run(arguments)) => run::run(&arguments),
         Some(Command::Plan(arguments)) => plan_cmd::plan(&arguments).map(|()| true),
+        Some(Command::Doctor) => return ExitCode::from(doctor::report()),
     };
     match outcome {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(failure::WRONG_DATA),
-        Err(error) => refuse(&format!("{error:#}"), failure::exit_status(&error)),
+        Err(error) => {
+            let status = failure::exit_status(&error);
+            let code = refuse(&format!("{error:#}"), status);
+            if status == failure::FAIL_STOP {
+                backend::exit_now(status);
+            }
+            code
+        }
     }
 }
 

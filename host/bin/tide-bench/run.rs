@@ -6,6 +6,7 @@ use anyhow::{Context, Result};
 use tide_gpu::layout::GroupLayout;
 use tide_gpu::plan::{PlanError, ReduceScatterOptions, ReduceScatterPlan, Topology};
 
+use crate::backend::Machine;
 use crate::cli::{PlanOptions, RunArgs, command_line};
 use crate::examine::{Job, Settings, examine};
 use crate::failure::usage;
@@ -30,12 +31,16 @@ pub fn run(arguments: &RunArgs) -> Result<bool> {
     if let Some(path) = arguments.json.as_deref().filter(|path| path.as_os_str() != "-") {
         save::check_file("--json", path)?;
     }
+    let (machine, fallback) = Machine::choose(arguments.backend)?;
     let options = reduce_options(&arguments.plan);
     let needed = needed_bytes(&workload, topology, &options)?;
-    memory::check(needed, arguments.source.preset.as_deref())?;
+    if machine == Machine::Sim {
+        memory::check(needed, arguments.source.preset.as_deref())?;
+    }
 
     let voice = Voice::beside(arguments.json.as_deref());
-    voice.say(&header(arguments, topology, &workload));
+    voice.say(&header(arguments, machine, topology, &workload));
+    fallback.iter().for_each(|line| voice.say(&format!("# {line}\n")));
     let settings = Settings {
         shape: (arguments.nodes, arguments.gpus),
         iters: arguments.iters,
@@ -46,7 +51,7 @@ pub fn run(arguments: &RunArgs) -> Result<bool> {
     let mut rows = Vec::new();
     for job in jobs(&workload, arguments) {
         let progress = Progress::new();
-        let (mut leg, note) = legs::prepare(arguments, topology, &options, job, &progress)?;
+        let (mut leg, note) = legs::prepare(machine, arguments, topology, &options, job, &progress)?;
         note.iter().for_each(|note| voice.say(&format!("# {note}\n")));
         rows.push(examine(leg.as_mut(), job, &settings, &progress)?);
     }
@@ -131,11 +136,11 @@ fn needed_bytes(workload: &Workload, topology: Topology, options: &ReduceScatter
     Ok(needed)
 }
 
-fn header(arguments: &RunArgs, topology: Topology, workload: &Workload) -> String {
+fn header(arguments: &RunArgs, machine: Machine, topology: Topology, workload: &Workload) -> String {
     let mut text = String::new();
     let _ = writeln!(text, "# tide-bench {}", env!("CARGO_PKG_VERSION"));
     let _ = writeln!(text, "# command : {}", command_line(std::env::args_os()));
-    let _ = writeln!(text, "# backend : {}", legs::BACKEND);
+    let _ = writeln!(text, "# backend : {}", machine.name());
     let (m, l, n) = (topology.node_count(), topology.local_rank_count(), topology.rank_count());
     let _ = writeln!(text, "# ranks   : {n} = {m} nodes x {l} gpus");
     let _ = writeln!(text, "# group   : {}, {}", workload.title, size_of(workload));

@@ -64,6 +64,8 @@ pub(super) fn network(
             credit_lead: u32::from(wave.index < plan.generation_count),
             source_offset: regions.outbox.symmetric_offset(0, 0),
             source_block: u64::from(contributor - 1),
+            head_offset: 0,
+            head_bytes: 0,
             destination_offset: regions.inbox.symmetric_offset(inbox_block * block_bytes, block_bytes),
             bytes: block_bytes,
         }

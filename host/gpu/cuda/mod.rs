@@ -40,6 +40,7 @@ use crate::error::{Result, TideError};
 use crate::monitor::Fault;
 use bytemuck::Zeroable;
 use cudarc::driver::sys;
+use std::collections::HashSet;
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -298,10 +299,16 @@ impl CudaGpu {
         }
     }
 
-    /// Nothing moves: finds the wait that everything hangs on.
+    /// Nothing moves: finds the first wait of each stream that does not hold, the oldest first. What a stream waits for behind
+    /// it was not reached, and is no fault.
     fn stalled(&self, moved: Instant) -> SyncOutcome {
         let pending = lock(&self.queues).pending_waits();
-        for waiting in pending {
+        let mut faults = Vec::new();
+        let mut seen_in = HashSet::new();
+        for (stream, waiting) in pending {
+            if seen_in.contains(&stream) {
+                continue;
+            }
             let wait = &waiting.wait;
             let mut word = [0; SIGNAL_BYTES as usize];
             if let Err(error) = self.download(wait.address, &mut word) {
@@ -312,10 +319,11 @@ impl CudaGpu {
             let seen = u64::from_ne_bytes(word);
             if !reached(seen, wait.value) {
                 let waited_ns = moved.max(waiting.since).elapsed().as_nanos() as u64;
-                return SyncOutcome::Stalled { faults: vec![Fault::new(&wait.tag, 0, wait.value, seen, waited_ns)] };
+                seen_in.insert(stream);
+                faults.push(Fault::new(&wait.tag, 0, wait.value, seen, waited_ns));
             }
         }
-        SyncOutcome::Stalled { faults: Vec::new() }
+        SyncOutcome::Stalled { faults }
     }
 
     /// Refuses blocks that wait for each other where they would not all be resident.

@@ -284,10 +284,12 @@ impl Queues {
 
     /// The waits of all streams that are not known to be over, in the order in which they were enqueued. A wait's producer
     /// is enqueued before it, so the first whose word does not hold is the one that all others hang on.
-    pub fn pending_waits(&self) -> Vec<PendingWait> {
-        let mut waits: Vec<PendingWait> =
-            self.queues.values().flat_map(|q| q.ledger.pending_waits().copied()).collect();
-        waits.sort_by_key(|w| w.sequence);
+    pub fn pending_waits(&self) -> Vec<(Stream, PendingWait)> {
+        let of = |(id, queue): (&u32, &Queue)| -> Vec<(Stream, PendingWait)> {
+            queue.ledger.pending_waits().map(|wait| (Stream(*id), *wait)).collect()
+        };
+        let mut waits: Vec<(Stream, PendingWait)> = self.queues.iter().flat_map(of).collect();
+        waits.sort_by_key(|(_, wait)| wait.sequence);
         waits
     }
 

@@ -33,6 +33,9 @@ pub struct MachineOptions {
     pub resident_blocks_max: u32,
     /// One of this many observable operations is a moment to switch threads, on average; 0 never.
     pub preempt_one_in: u32,
+    /// A quarter of all streams and launches are lazy: they let up to this many of their turns pass, each by its own
+    /// measure. Without it everything advances at one pace, and much that may happen does not.
+    pub lazy_turns_max: u32,
     /// Allocations smaller than this start as NaNs.
     pub poison_below_bytes: u64,
     /// The signal addition, counted from 0 over the machine's life, that never arrives.
@@ -46,6 +49,7 @@ impl Default for MachineOptions {
             seed: 1,
             resident_blocks_max: 4096,
             preempt_one_in: 16,
+            lazy_turns_max: 40,
             poison_below_bytes: 16 << 20,
             lose_signal: None,
         }
@@ -84,6 +88,7 @@ struct Launch {
     device: u32,
     next_block: u32,
     live_blocks: u32,
+    lazy_turns: u32,
 }
 
 type Fibre = Coroutine<(), Suspend, (), DefaultStack>;
@@ -403,6 +408,18 @@ impl World {
         self.error.get_or_insert(text);
     }
 
+    fn draw_laziness(&mut self) -> u32 {
+        if self.options.lazy_turns_max == 0 || self.rng.u32(0..4) != 0 {
+            return 0;
+        }
+        self.rng.u32(1..=self.options.lazy_turns_max)
+    }
+
+    /// Whether what is this lazy lets its turn pass.
+    fn passes(&mut self, lazy_turns: u32) -> bool {
+        lazy_turns > 0 && self.rng.u32(0..=lazy_turns) != 0
+    }
+
     fn wake_block(&mut self, block: usize) {
         let waiters = std::mem::take(&mut self.block(block).waiters);
         self.ready.extend(waiters.into_iter().map(|(thread, _)| thread));
@@ -645,6 +662,16 @@ impl Scheduler {
         &mut self.world_mut().rng
     }
 
+    /// How lazy a new stream is.
+    pub fn draw_laziness(&mut self) -> u32 {
+        self.world_mut().draw_laziness()
+    }
+
+    /// Whether what is this lazy lets its turn pass.
+    pub fn passes(&mut self, lazy_turns: u32) -> bool {
+        self.world_mut().passes(lazy_turns)
+    }
+
     /// Virtual time, ns.
     pub fn now_ns(&self) -> u64 {
         self.world().now_ns
@@ -690,8 +717,10 @@ impl Scheduler {
         bytemuck::cast_slice_mut(&mut aligned)[..params.len()].copy_from_slice(params);
         let pointer = self.world;
         let world = self.world_mut();
+        let lazy_turns = world.draw_laziness();
+        let (next_block, live_blocks) = (0, 0);
         let launch =
-            Launch { kernel, params: aligned, grid, block, shared_bytes, device, next_block: 0, live_blocks: 0 };
+            Launch { kernel, params: aligned, grid, block, shared_bytes, device, next_block, live_blocks, lazy_turns };
         world.launches.push(launch);
         let id = world.launches.len() - 1;
         world.queued.push_back(id);
@@ -735,7 +764,14 @@ impl Scheduler {
             let index = choice - world.ready.len();
             return world.run_bulk(index);
         }
-        let thread = world.ready.swap_remove(choice);
+        let thread = world.ready[choice];
+        let block = world.thread(thread).block;
+        let launch = world.block(block).launch;
+        let lazy_turns = world.launches[launch].lazy_turns;
+        if world.passes(lazy_turns) {
+            return;
+        }
+        world.ready.swap_remove(choice);
         let mut fibre = world.thread(thread).fibre.take().expect("a ready thread is suspended");
         let me: *const Current = &raw const *world.thread(thread).current;
         let outcome = resume(me, &mut fibre);

@@ -8,7 +8,7 @@ use tide_gpu::layout::GroupLayout;
 use tide_gpu::plan::Rank;
 use tide_gpu::{AllGather, AllGatherOptions, Communicator, RankGather, StockAllGather};
 
-use super::{BACKEND, CHUNK_BYTES, STOCK, fill, is_fast, path_name};
+use super::{CHUNK_BYTES, STOCK, fill, is_fast, path_name};
 use crate::examine::{Facts, Leg};
 use crate::progress::Progress;
 use crate::tensors::Tensors;
@@ -121,9 +121,9 @@ impl Leg for GatherLeg {
     fn facts(&self) -> Facts {
         let stock_buffer_bytes = self.stock_buffer_bytes;
         let facts = |path, buffer_bytes, descriptors| Facts {
-            backend: BACKEND,
+            backend: self.comm.gpu().name(),
             path,
-            has_rates: false,
+            has_rates: self.comm.gpu().name() != "sim",
             buffer_bytes,
             stock_buffer_bytes,
             descriptors,
