@@ -226,3 +226,66 @@ fn more_parameters_than_the_fast_path_takes_go_the_stock_way() {
         }
     }
 }
+
+/// Calls back to back, each with new shards and its landing copied out, all in stream order and without a host wait: a stage
+/// or a landing that is overwritten too early shows.
+#[test]
+fn calls_queue_back_to_back_with_new_shards_each() {
+    use tide_gpu::gpu::{Copy2d, DevicePtr, Priority};
+    const CALLS: u64 = 4;
+    for (m, l) in [(3, 2), (5, 1), (1, 3), (4, 2)] {
+        for path in PATHS {
+            for seed in 0..16 {
+                let mut sim = SimOptions::default();
+                sim.machine.seed = seed;
+                sim.eager_steps_max = [0, 8, 64][seed as usize % 3];
+                let gpu: Arc<dyn Gpu> = SimGpu::new(sim);
+                let topology = Topology::new(m, l).unwrap();
+                let n = u64::from(m * l);
+                let options = CommunicatorOptions { path, stripe_bytes: 256, ..Default::default() };
+                let comm = Communicator::new(Arc::clone(&gpu), topology, options).unwrap();
+                let group = group(&[vec![n, 40]], Dtype::U8);
+                let mut ag = AllGather::new(&comm, &group, AllGatherOptions::default()).unwrap();
+                let streams: Vec<_> =
+                    topology.ranks().map(|_| gpu.create_stream(0, Priority::Normal).unwrap()).collect();
+                let value = |call: u64, rank: u64| (1 + call * n + rank) as u8;
+                let rows: Vec<u8> = (0..CALLS * n).flat_map(|i| [value(i / n, i % n); 40]).collect();
+                let sources = DeviceBuffer::from_slice(&gpu, 0, &rows).unwrap();
+                let results = DeviceBuffer::new(&gpu, 0, CALLS * n * n * 40).unwrap();
+                for call in 0..CALLS {
+                    let mut ranks = Vec::new();
+                    for rank in topology.ranks() {
+                        let stream = streams[rank.0 as usize];
+                        let row = (call * n + u64::from(rank.0)) * 40;
+                        let source = DevicePtr(sources.address().0 + row);
+                        gpu.copy(stream, &Copy2d::flat(ag.shard(rank, 0).address, source, 40)).unwrap();
+                        ranks.push(RankGather { masters: vec![], ready: Some(gpu.record(stream).unwrap()) });
+                    }
+                    let events = ag.enqueue(&ranks).unwrap();
+                    for (rank, events) in topology.ranks().zip(events) {
+                        let stream = streams[rank.0 as usize];
+                        gpu.wait_event(stream, events.done).unwrap();
+                        let row = (call * n + u64::from(rank.0)) * n * 40;
+                        let to = DevicePtr(results.address().0 + row);
+                        gpu.copy(stream, &Copy2d::flat(to, ag.landing(rank, 0).address, n * 40)).unwrap();
+                        gpu.wait_event(stream, events.read).unwrap();
+                    }
+                }
+                comm.synchronize().unwrap();
+                for stream in streams {
+                    gpu.synchronize(stream, 1 << 40).unwrap();
+                }
+                let got: Vec<u8> = results.to_vec().unwrap();
+                for (i, whole) in got.chunks(n as usize * 40).enumerate() {
+                    let expected = &rows[i / n as usize * n as usize * 40..][..n as usize * 40];
+                    assert!(
+                        whole == expected,
+                        "{m}x{l} {path:?} TIDE_SEED={seed}: call {} of rank {}",
+                        i as u64 / n,
+                        i as u64 % n
+                    );
+                }
+            }
+        }
+    }
+}

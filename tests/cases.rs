@@ -487,3 +487,49 @@ fn t62_forty_layers_issued_at_once_use_one_arena() {
     let all: Vec<_> = (0..4).map(|r| normal(&case.shapes, 39, r)).collect();
     assert_close(&outs, &reference(&case.shapes, &all, case.scale, 0.0), "the last of forty");
 }
+
+/// An all-gather and a reduce-scatter in flight together: each completes, whatever the other does, in either order.
+#[test]
+fn t61_an_all_gather_and_a_reduce_scatter_in_flight_do_not_wait_for_each_other() {
+    use tide_gpu::{AllGather, AllGatherOptions, RankGather};
+    for seed in 0..12 {
+        for path in PATHS {
+            let case = Case { path, ..Case::new(2, 2, &[&[9, 3], &[5]]).seed(seed) };
+            let comm = case.communicator();
+            let gpu = Arc::clone(comm.gpu());
+            let mut rs = ReduceScatter::new(&comm, &case.group(), GradientDtype::F32, &case.options).unwrap();
+            let group = common::group(&[vec![12]], Dtype::U8);
+            let mut ag = AllGather::new(&comm, &group, AllGatherOptions::default()).unwrap();
+            for rank in comm.topology().ranks() {
+                gpu.upload(ag.shard(rank, 0).address, &[rank.0 as u8; 3]).unwrap();
+            }
+            let ones: Vec<_> = (0..4).map(|_| DeviceBuffer::from_slice(&gpu, 0, &[1_f32; 32]).unwrap()).collect();
+            let outs: Vec<_> = (0..4).map(|_| DeviceBuffer::new(&gpu, 0, rs.output_bytes()).unwrap()).collect();
+            let rank = |(g, o): (&DeviceBuffer, &DeviceBuffer)| {
+                let at =
+                    |first: u64, bytes: u64| Some(DeviceSlice { address: DevicePtr(g.address().0 + first), bytes });
+                RankGradients { gradients: vec![at(0, 108), at(108, 20)], out: o.slice(), ready: None }
+            };
+            let ranks: Vec<_> = ones.iter().zip(&outs).map(rank).collect();
+            let gather = vec![RankGather::default(); 4];
+            if seed % 2 == 0 {
+                ag.enqueue(&gather).unwrap();
+                rs.enqueue(&ranks, Scale::default()).unwrap();
+            } else {
+                rs.enqueue(&ranks, Scale::default()).unwrap();
+                ag.enqueue(&gather).unwrap();
+            }
+            comm.synchronize().unwrap();
+            let mut landed = [0; 12];
+            gpu.download(ag.landing(common::rank(3), 0).address, &mut landed).unwrap();
+            assert_eq!(landed, [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]);
+            let all = vec![constant(&case.shapes, 1.0); 4];
+            let outs: Vec<Vec<f32>> = outs.iter().map(|o| o.to_vec().unwrap()).collect();
+            assert_close(
+                &outs,
+                &reference(&case.shapes, &all, Scale::default(), 0.0),
+                &format!("{path:?} seed {seed}"),
+            );
+        }
+    }
+}

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::error::{Result, TideError};
 use crate::monitor::Fault;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
 use tide_device::abi::kernel::Kernel;
 use tide_device::abi::signal::reached;
@@ -78,7 +78,8 @@ struct Inner {
     blocked: Vec<u32>,
     hardware_queues: Vec<VecDeque<u64>>,
     next_ticket: u64,
-    events: HashMap<u64, bool>,
+    /// Events that have not completed.
+    events: HashSet<u64>,
     next_event: u64,
     /// Grows with every event and launch that completes.
     completions: u64,
@@ -121,7 +122,7 @@ impl SimGpu {
             blocked: Vec::new(),
             hardware_queues: vec![VecDeque::new(); options.hardware_queues.unwrap_or(0) as usize],
             next_ticket: 0,
-            events: HashMap::new(),
+            events: HashSet::new(),
             next_event: 0,
             completions: 0,
             seen: (0, 0),
@@ -277,14 +278,12 @@ impl Inner {
                 }
             }
             Op::Record(event) => {
-                self.events.insert(*event, true);
+                self.events.remove(event);
                 self.completions += 1;
                 (Turn::Moved, true)
             }
-            Op::WaitEvent(event) => match self.events.get(event) {
-                Some(false) => (Turn::Blocked, false),
-                _ => (Turn::Moved, true),
-            },
+            Op::WaitEvent(event) if self.events.contains(event) => (Turn::Blocked, false),
+            Op::WaitEvent(_) => (Turn::Moved, true),
             Op::Launch { kernel, grid, block, shared_bytes, params, running } => match running {
                 Some(id) if self.scheduler.is_done(*id) => (Turn::Moved, true),
                 Some(_) => (Turn::Blocked, false),
@@ -522,7 +521,7 @@ impl Gpu for SimGpu {
             let mut inner = self.lock();
             inner.next_event += 1;
             let event = inner.next_event;
-            inner.events.insert(event, false);
+            inner.events.insert(event);
             event
         };
         self.enqueue(stream, Op::Record(event))?;
@@ -564,6 +563,6 @@ impl Gpu for SimGpu {
         let mut inner = self.lock();
         inner.step();
         inner.check()?;
-        Ok(inner.events.get(&event.0).copied().unwrap_or(true))
+        Ok(!inner.events.contains(&event.0))
     }
 }

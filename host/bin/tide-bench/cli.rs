@@ -146,7 +146,7 @@ pub struct PlanOptions {
     /// Network transfers of a round, at most [default: 4].
     #[arg(long = "k", value_name = "K", value_parser = clap::value_parser!(u32).range(1..))]
     pub round_width: Option<u32>,
-    /// Passes that a reduce-scatter is cut into, to bound its memory.
+    /// Passes that a reduce-scatter is cut into, to bound its memory: 1 to 4.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub passes: u32,
     /// Bytes of a staging or network chunk; K, M and G are binary suffixes [default: the library's].
@@ -206,7 +206,8 @@ pub struct RunArgs {
 /// `tide-bench plan`.
 #[derive(Debug, Clone, Args)]
 pub struct PlanArgs {
-    /// Count the plans that are accepted and rejected over M in 2..=1024, L = 8, and stop.
+    /// Count the plans that are accepted and rejected over M in 2..=1024, L = 8, and stop; other options of the plan do
+    /// not matter.
     #[arg(long)]
     pub exhaustive: bool,
     /// Nodes, M: 1 to 1024.

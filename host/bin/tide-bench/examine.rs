@@ -157,9 +157,9 @@ pub fn examine(leg: &mut dyn Leg, job: Job<'_>, settings: &Settings<'_>, progres
     let name = job.name();
     progress.start(format!("{name} calls"), u64::from(settings.warmup) + u64::from(settings.iters));
     let mut calls = Vec::new();
-    for index in 0..settings.warmup + settings.iters {
+    for index in 0..u64::from(settings.warmup) + u64::from(settings.iters) {
         let time = leg.call()?;
-        if index >= settings.warmup {
+        if index >= u64::from(settings.warmup) {
             calls.push(time);
         }
         progress.step();

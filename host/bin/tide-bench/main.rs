@@ -56,6 +56,9 @@ fn main() -> ExitCode {
 }
 
 fn refuse(sentence: &str, status: u8) -> ExitCode {
-    eprintln!("tide-bench: {sentence}");
+    // A file may name a tensor by anything: one sentence stays one line.
+    let shown: String =
+        sentence.chars().flat_map(|c| if c.is_control() { c.escape_default().collect() } else { vec![c] }).collect();
+    eprintln!("tide-bench: {shown}");
     ExitCode::from(status)
 }

@@ -83,7 +83,7 @@ impl ModelFile {
     /// Tensor `index` as a parameter of element type `dtype`.
     ///
     /// # Errors
-    /// A scalar has no dimension to shard.
+    /// A scalar has no dimension to shard: as the library, so the command refuses it, rather than to give back another shape.
     pub fn parameter(&self, index: usize, dtype: Dtype) -> Result<Parameter> {
         let tensor = &self.tensors[index];
         Parameter::new(tensor.name.clone(), tensor.shape.clone(), dtype)

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use anyhow::Result;
 use serde::Serialize;
+use tide_device::abi::params::GRADIENTS_MAX;
 use tide_gpu::layout::GroupLayout;
 use tide_gpu::plan::{Mode, Node, ReduceScatterPlan, Topology, Wave, all_gather, gather_rounds, memory, validate};
 
@@ -38,6 +39,12 @@ pub fn plan(arguments: &PlanArgs) -> Result<()> {
     let workload = Workload::open(&arguments.source, Collective::All, topology.rank_count().into())?;
     let summary = Summary::new(arguments, topology, &workload)?;
     voice.say(&summary.text(&workload));
+    let count = summary.params;
+    if count > GRADIENTS_MAX as u64 {
+        voice.say(&format!(
+            "# {count} parameters, the fast path takes {GRADIENTS_MAX}: a run takes the stock path instead\n"
+        ));
+    }
     if let Some(path) = &arguments.json {
         let json = serde_json::to_string_pretty(&Document { plan: &summary })?;
         deliver_json(path, &(json + "\n"))?;

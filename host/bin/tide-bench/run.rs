@@ -26,7 +26,7 @@ pub fn run(arguments: &RunArgs) -> Result<bool> {
     let rank_count = u64::from(topology.rank_count());
     let workload = Workload::open(&arguments.source, arguments.collective, rank_count)?;
     if let Some(dir) = &arguments.save {
-        save::check_dir("--save", dir)?;
+        save::check_dir("--save", dir, rank_count)?;
     }
     if let Some(path) = arguments.json.as_deref().filter(|path| path.as_os_str() != "-") {
         save::check_file("--json", path)?;

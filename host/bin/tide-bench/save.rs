@@ -1,6 +1,7 @@
 //! Files that a run leaves: written under a temporary name, renamed when they are whole.
 
 use std::fs::File;
+use std::io::Write as _;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
@@ -62,17 +63,34 @@ impl Drop for Pending {
     }
 }
 
-/// Writes `text` to `path`, whole or not at all.
+/// Writes `text` to `path`: a regular file whole or not at all, through a link to where it leads; a device or a pipe as it
+/// is, for its place is not ours to take.
 ///
 /// # Errors
 /// The file cannot be written; the sentence names it.
 pub fn write_text(path: &Path, text: &str) -> Result<()> {
-    let pending = Pending::create(path)?;
+    let target = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    if is_special(&target) {
+        let write = || std::fs::OpenOptions::new().write(true).open(&target)?.write_all(text.as_bytes());
+        return write().map_err(|e| usage(format!("{}: {}", path.display(), io_reason(&e))));
+    }
+    let pending = Pending::create(&target)?;
     pending.file.write_all_at(text.as_bytes(), 0).with_context(|| path.display().to_string())?;
     pending.keep()
 }
 
-/// Checks that a file could be written at `path`, and writes nothing.
+/// Whether something that is neither a file nor a directory is there.
+fn is_special(path: &Path) -> bool {
+    path.metadata().is_ok_and(|m| !m.is_file() && !m.is_dir())
+}
+
+/// Checks that files can be made in a directory, by making one that goes away at once.
+fn probe(option: &str, path: &Path, dir: &Path) -> Result<()> {
+    let probed = Pending::create(&dir.join("tide-bench")).map(drop);
+    probed.map_err(|_| usage(format!("{option} {}: no file can be written in {}", path.display(), dir.display())))
+}
+
+/// Checks that a file can be written at `path`, and leaves nothing there.
 ///
 /// # Errors
 /// One sentence that names `option`.
@@ -87,24 +105,40 @@ pub fn check_file(option: &str, path: &Path) -> Result<()> {
     if !parent.is_dir() {
         return Err(usage(format!("{option} {}: the directory {} does not exist", path.display(), parent.display())));
     }
-    Ok(())
+    if path.as_os_str().is_empty() || path.to_string_lossy().ends_with('/') {
+        return Err(usage(format!("{option} {}: names no file", path.display())));
+    }
+    let target = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    if is_special(&target) { Ok(()) } else { probe(option, path, target.parent().unwrap_or(parent)) }
 }
 
-/// Checks that `dir` is a directory or could be made one, and makes nothing.
+/// Checks that `dir` is a directory or can be made one, in which every rank's files can be written; makes nothing.
 ///
 /// # Errors
 /// One sentence that names `option`.
-pub fn check_dir(option: &str, dir: &Path) -> Result<()> {
+pub fn check_dir(option: &str, dir: &Path, rank_count: u64) -> Result<()> {
+    for name in (0..rank_count).flat_map(|rank| ["ag", "rs"].map(|prefix| rank_file(prefix, rank))) {
+        let file = dir.join(name);
+        if file.is_dir() {
+            return Err(usage(format!("{option} {}: {} is a directory", dir.display(), file.display())));
+        }
+    }
     let existing = dir.ancestors().find(|p| p.exists() || p.as_os_str().is_empty());
     match existing {
         Some(found) if !found.as_os_str().is_empty() && !found.is_dir() => {
             Err(usage(format!("{option} {}: {} is not a directory", dir.display(), found.display())))
         }
-        _ => Ok(()),
+        Some(found) if !found.as_os_str().is_empty() => probe(option, dir, found),
+        _ => probe(option, dir, Path::new(".")),
     }
 }
 
-/// The files of one collective, one of each rank; they appear together or not at all.
+/// The name of a rank's file.
+fn rank_file(prefix: &str, rank: u64) -> String {
+    format!("{prefix}-rank{rank}.safetensors")
+}
+
+/// The files of one collective, one of each rank; they get their names once all of them are whole.
 #[derive(Debug)]
 pub struct RankFiles {
     files: Vec<Pending>,
@@ -120,7 +154,7 @@ impl RankFiles {
         std::fs::create_dir_all(dir).map_err(|e| usage(format!("--save {}: {}", dir.display(), io_reason(&e))))?;
         let (header, offsets) = header(entries)?;
         let files = (0..rank_count).map(|rank| {
-            let pending = Pending::create(&dir.join(format!("{prefix}-rank{rank}.safetensors")))?;
+            let pending = Pending::create(&dir.join(rank_file(prefix, rank)))?;
             pending.file.write_all_at(&header, 0).with_context(|| pending.path.display().to_string())?;
             Ok(pending)
         });
@@ -215,8 +249,10 @@ mod tests {
     fn paths_that_cannot_be_written_are_refused_beforehand() {
         let dir = Scratch::new();
         let file = dir.file("plain", b"x");
-        assert!(check_dir("--save", &file.join("below")).unwrap_err().to_string().contains("plain is not a directory"));
-        assert!(check_dir("--save", &dir.path("a/b/c")).is_ok());
+        assert!(
+            check_dir("--save", &file.join("below"), 2).unwrap_err().to_string().contains("plain is not a directory")
+        );
+        assert!(check_dir("--save", &dir.path("a/b/c"), 2).is_ok());
         assert!(check_file("--json", &dir.path("none/out.json")).unwrap_err().to_string().contains("does not exist"));
         assert!(check_file("--json", dir.dir()).unwrap_err().to_string().contains("is a directory"));
         assert!(check_file("--json", Path::new("out.json")).is_ok());

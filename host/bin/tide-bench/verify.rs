@@ -84,7 +84,7 @@ impl<'a> ReduceCheck<'a> {
         let finish = |sum: f64| narrow(self.previous + narrow(self.alpha * sum));
         let most = f64::from(f32::MAX);
         let magnitude = sums.magnitude(index);
-        if !sum.is_finite() || magnitude < most * (1.0 - OVERFLOW_MARGIN) {
+        if sum.is_nan() || magnitude < most * (1.0 - OVERFLOW_MARGIN) {
             return Expected::Value(finish(sum));
         }
         let one_sign = sum.abs() == magnitude;
@@ -134,7 +134,7 @@ fn narrow(value: f64) -> f64 {
 #[derive(Default)]
 struct Sums {
     signed: Vec<f64>,
-    /// Sums of magnitudes; empty where no element is large enough for them to matter.
+    /// Sums of finite magnitudes; empty where no element is large enough for them to matter.
     magnitudes: Vec<f64>,
     values: Vec<f32>,
 }
@@ -161,7 +161,7 @@ impl Sums {
         for rank in 0..rank_count {
             gradients.read(rank, parameter, first, &mut self.values);
             for (sum, &x) in self.magnitudes.iter_mut().zip(&self.values) {
-                *sum += f64::from(x).abs();
+                *sum += if x.is_finite() { f64::from(x).abs() } else { 0.0 };
             }
         }
     }

@@ -106,7 +106,7 @@ impl MbarrierState {
 
 /// A block that is resident.
 pub(super) struct Block {
-    pub(super) launch: usize,
+    pub(super) launch: u64,
     pub(super) index: u32,
     pub(super) shared: SharedMemory,
     pub(super) live_threads: u32,

@@ -16,7 +16,7 @@ use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, CoroutineResult, Yielder};
 use std::boxed::Box;
 use std::cell::Cell;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::format;
 use std::ptr;
 use std::string::{String, ToString};
@@ -29,8 +29,8 @@ pub struct MachineOptions {
     pub device_count: u32,
     /// Decides every choice of the scheduler.
     pub seed: u64,
-    /// Blocks that a device holds at once; further ones queue.
-    pub resident_blocks_max: u32,
+    /// Threads that a device holds at once; blocks beyond queue, but for the first.
+    pub resident_threads_max: u32,
     /// One of this many observable operations is a moment to switch threads, on average; 0 never.
     pub preempt_one_in: u32,
     /// A quarter of all streams and launches are lazy: they let up to this many of their turns pass, each by its own
@@ -47,7 +47,7 @@ impl Default for MachineOptions {
         Self {
             device_count: 1,
             seed: 1,
-            resident_blocks_max: 4096,
+            resident_threads_max: 16 << 10,
             preempt_one_in: 16,
             lazy_turns_max: 40,
             poison_below_bytes: 16 << 20,
@@ -76,7 +76,7 @@ const STACK_BYTES: usize = 128 << 10;
 
 /// A launch, while and after it runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LaunchId(usize);
+pub struct LaunchId(u64);
 
 struct Launch {
     kernel: Kernel,
@@ -124,9 +124,11 @@ struct World {
     rng: fastrand::Rng,
     now_ns: u64,
     memory: Memory,
-    launches: Vec<Launch>,
-    queued: VecDeque<usize>,
-    resident_blocks: Vec<u32>,
+    /// Launches that have not completed.
+    launches: BTreeMap<u64, Launch>,
+    next_launch: u64,
+    queued: VecDeque<u64>,
+    resident_threads: Vec<u32>,
     blocks: Vec<Option<Block>>,
     free_blocks: Vec<usize>,
     threads: Vec<Option<Thread>>,
@@ -401,7 +403,7 @@ impl World {
     fn thread_name(&self, thread: usize) -> String {
         let Some(t) = &self.threads[thread] else { return "a finished thread".to_string() };
         let Some(block) = &self.blocks[t.block] else { return "a finished block".to_string() };
-        format!("{}, block {}, thread {}", self.launches[block.launch].kernel.name(), block.index, t.index)
+        format!("{}, block {}, thread {}", self.launches[&block.launch].kernel.name(), block.index, t.index)
     }
 
     fn fail(&mut self, text: String) {
@@ -434,13 +436,11 @@ impl World {
         let mut i = 0;
         while i < self.queued.len() {
             let id = self.queued[i];
-            let device = self.launches[id].device as usize;
-            while self.launches[id].next_block < self.launches[id].grid
-                && self.resident_blocks[device] < self.options.resident_blocks_max
-            {
+            while self.has_room(id) {
                 self.start_block(id, world);
             }
-            if self.launches[id].next_block == self.launches[id].grid {
+            let launch = &self.launches[&id];
+            if launch.next_block == launch.grid {
                 self.queued.remove(i);
             } else {
                 i += 1;
@@ -448,12 +448,20 @@ impl World {
         }
     }
 
-    fn start_block(&mut self, id: usize, world: *mut World) {
-        let launch = &mut self.launches[id];
+    /// Whether a launch has a block to start, and its device room for it.
+    fn has_room(&self, id: u64) -> bool {
+        let launch = &self.launches[&id];
+        let resident = self.resident_threads[launch.device as usize];
+        let fits = resident == 0 || resident + launch.block <= self.options.resident_threads_max;
+        launch.next_block < launch.grid && fits && self.error.is_none()
+    }
+
+    fn start_block(&mut self, id: u64, world: *mut World) {
+        let launch = self.launches.get_mut(&id).expect("a queued launch is not complete");
         let index = launch.next_block;
         launch.next_block += 1;
         launch.live_blocks += 1;
-        self.resident_blocks[launch.device as usize] += 1;
+        self.resident_threads[launch.device as usize] += launch.block;
         let (threads, grid_dim, kernel) = (launch.block, launch.grid, launch.kernel);
         let params = launch.params.as_ptr().cast::<u8>() as usize;
         let shared = SharedMemory::new(launch.shared_bytes);
@@ -489,8 +497,9 @@ impl World {
                 shared_base,
             });
             let me: *const Current = &raw const *current;
-            let stack =
-                self.stacks.pop().unwrap_or_else(|| DefaultStack::new(STACK_BYTES).expect("address space for a stack"));
+            let Some(stack) = self.stacks.pop().or_else(|| DefaultStack::new(STACK_BYTES).ok()) else {
+                return self.fail(format!("no address space for the stack of one more of {thread} threads"));
+            };
             let fibre = Coroutine::with_stack(stack, move |yielder: &Yielder<(), Suspend>, ()| {
                 // SAFETY: `me` lives in the thread's slot for as long as the fibre.
                 unsafe { (*me).yielder.set(yielder) };
@@ -516,7 +525,7 @@ impl World {
         }
         let launch = block.launch;
         let (guards_hold, in_flight, index) = (block.shared.guards_hold(), block.bulk_in_flight, block.index);
-        let name = self.launches[launch].kernel.name();
+        let name = self.launches[&launch].kernel.name();
         if !guards_hold {
             self.fail(format!("{name}, block {index}: a write outside the block's shared memory"));
         }
@@ -525,9 +534,13 @@ impl World {
         }
         self.blocks[block_index] = None;
         self.free_blocks.push(block_index);
-        let launch = &mut self.launches[launch];
+        let id = launch;
+        let launch = self.launches.get_mut(&id).expect("its last block ends now");
         launch.live_blocks -= 1;
-        self.resident_blocks[launch.device as usize] -= 1;
+        self.resident_threads[launch.device as usize] -= launch.block;
+        if launch.live_blocks == 0 && launch.next_block == launch.grid {
+            self.launches.remove(&id);
+        }
         self.start_blocks(world);
     }
 
@@ -562,15 +575,18 @@ impl World {
                 }
                 // SAFETY: as just checked.
                 unsafe { ptr::copy_nonoverlapping(data.as_ptr(), destination as *mut u8, data.len()) };
-                let block = self.thread(thread).block;
-                self.block(block).bulk_in_flight -= 1;
+                if let Some(block) = self.threads[thread].as_ref().map(|t| t.block) {
+                    self.block(block).bulk_in_flight -= 1;
+                }
                 self.count_down(thread, group, false);
             }
         }
     }
 
     fn count_down(&mut self, thread: usize, serial: u64, read: bool) {
-        let t = self.thread(thread);
+        let Some(t) = self.threads[thread].as_mut() else {
+            return self.fail("a thread ended with bulk stores in flight".to_string());
+        };
         if let Some(group) = t.groups.iter_mut().find(|g| g.serial == serial) {
             if read { group.reads -= 1 } else { group.writes -= 1 }
         }
@@ -617,9 +633,10 @@ impl Scheduler {
             now_ns: 0,
             // One more: the host's own memory.
             memory: Memory::new(options.device_count + 1, options.poison_below_bytes),
-            launches: Vec::new(),
+            launches: BTreeMap::new(),
+            next_launch: 0,
             queued: VecDeque::new(),
-            resident_blocks: std::vec![0; devices],
+            resident_threads: std::vec![0; devices],
             blocks: Vec::new(),
             free_blocks: Vec::new(),
             threads: Vec::new(),
@@ -721,17 +738,19 @@ impl Scheduler {
         let (next_block, live_blocks) = (0, 0);
         let launch =
             Launch { kernel, params: aligned, grid, block, shared_bytes, device, next_block, live_blocks, lazy_turns };
-        world.launches.push(launch);
-        let id = world.launches.len() - 1;
-        world.queued.push_back(id);
-        world.start_blocks(pointer);
+        let id = world.next_launch;
+        world.next_launch += 1;
+        if grid > 0 && block > 0 {
+            world.launches.insert(id, launch);
+            world.queued.push_back(id);
+            world.start_blocks(pointer);
+        }
         LaunchId(id)
     }
 
     /// Whether a launch has completed.
     pub fn is_done(&self, launch: LaunchId) -> bool {
-        let launch = &self.world().launches[launch.0];
-        launch.next_block == launch.grid && launch.live_blocks == 0
+        !self.world().launches.contains_key(&launch.0)
     }
 
     /// Units that can go on: threads and bulk copies.
@@ -767,7 +786,7 @@ impl Scheduler {
         let thread = world.ready[choice];
         let block = world.thread(thread).block;
         let launch = world.block(block).launch;
-        let lazy_turns = world.launches[launch].lazy_turns;
+        let lazy_turns = world.launches[&launch].lazy_turns;
         if world.passes(lazy_turns) {
             return;
         }
