@@ -42,8 +42,9 @@ pub mod net;
 pub mod plan;
 
 pub use collectives::{
-    AllGather, AllGatherOptions, Communicator, CommunicatorOptions, GradientDtype, RankEvents, RankGather,
-    RankGradients, ReduceScatter, Scale, StockAllGather, StockReduceScatter,
+    AllGather, AllGatherOptions, Communicator, CommunicatorOptions, GatherGroup, GatherRing, GradientDtype, RankEvents,
+    RankGather, RankGradients, RankSources, ReduceScatter, RingOptions, Scale, StockAllGather, StockReduceScatter,
+    StoredGradients,
 };
 pub use error::{Result, TideError};
 pub use net::Path;

@@ -6,13 +6,15 @@
 
 mod all_gather;
 mod communicator;
+mod gather_ring;
 mod node;
 mod reduce_scatter;
 mod rounds;
 mod stock;
 
-pub use all_gather::{AllGather, AllGatherOptions, RankGather};
+pub use all_gather::{AllGather, AllGatherOptions};
 pub use communicator::{Communicator, CommunicatorOptions};
+pub use gather_ring::{GatherGroup, GatherRing, RankGather, RankSources, RingOptions, StoredGradients};
 pub use reduce_scatter::{RankGradients, ReduceScatter};
 pub use stock::{StockAllGather, StockReduceScatter};
 
