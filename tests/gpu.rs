@@ -27,7 +27,7 @@ mod on_gpu {
     use std::time::{Duration, Instant};
     use tide_device::abi::fault::{Operation, WaitKind, WaitTag};
     use tide_device::abi::kernel::Kernel;
-    use tide_device::abi::params::{Deadline, LoopbackHandle, NetArrival, NetParams, NetRank, NetRound};
+    use tide_device::abi::params::{Deadline, LoopbackHandle, NO_SIGNAL, NetArrival, NetParams, NetRank, NetRound};
     use tide_device::gin::loopback;
     use tide_gpu::gpu::cuda::{CudaGpu, CudaOptions, exit_now};
     use tide_gpu::gpu::sim::{SimGpu, SimOptions};
@@ -411,7 +411,16 @@ mod on_gpu {
         let handle = DeviceBuffer::from_slice(&gpu, 0, &[handle]).unwrap();
         let round = NetRound { put_first: 0, put_count: 0, arrival_first: 0, arrival_count: 1, wave: 4, round: 2 };
         let round = DeviceBuffer::from_slice(&gpu, 0, &[round]).unwrap();
-        let arrival = NetArrival { peer: 1, signal: 3, bytes: 0 };
+        let arrival = NetArrival {
+            peer: 1,
+            signal: 3,
+            lead_signal: NO_SIGNAL,
+            pace_peer: 0,
+            pace_signal: NO_SIGNAL,
+            reserved: 0,
+            lead_bytes: 0,
+            bytes: 0,
+        };
         let arrival = DeviceBuffer::from_slice(&gpu, 0, &[arrival]).unwrap();
         let rank = NetRank {
             gin: handle.address().0,
