@@ -459,7 +459,7 @@ impl GatherRing {
         };
         let block = self.comm.gpu().properties(self.comm.device_of(rank)).shape.plain_threads;
         let params = bytemuck::bytes_of(&params);
-        let launch = Launch { kernel: Kernel::Cast, grid: CAST_CTAS, block, shared_bytes: 0, params };
+        let launch = Launch { kernel: Kernel::Cast, grid: CAST_CTAS, block, cluster: 1, shared_bytes: 0, params };
         // SAFETY: the table is kept until the next cast, masters until `read` by the caller, as checked.
         unsafe { self.comm.gpu().launch(stream, &launch) }
     }
@@ -482,7 +482,7 @@ impl GatherRing {
         let source_rank = u64::from(topology.rank(source_node, topology.local_of(rank)).0);
         let rank_pitch = u64::from(topology.local_rank_count());
         let (region, slot_first) = state.stage_slot(&self.regions, first);
-        let mut descriptors = 0;
+        let mut copies = Vec::new();
         for (index, p) in state.layout.parameters().iter().enumerate().filter(|(_, p)| p.shard_bytes > 0) {
             let rows = u64::from(count);
             let landing_offset = state.layout.landing_offset_bytes(index, source_rank);
@@ -490,20 +490,19 @@ impl GatherRing {
             let slot_span = (rows - 1) * state.slot_bytes + p.shard_bytes;
             let source = self.arena.at(rank, region, slot_first + p.shard_offset_bytes, slot_span);
             for destination in self.landings(group, rank, landing_offset, landing_span) {
-                let copy = Copy2d {
+                copies.push(Copy2d {
                     destination,
                     destination_pitch_bytes: rank_pitch * p.shard_bytes,
                     source,
                     source_pitch_bytes: state.slot_bytes,
                     width_bytes: p.shard_bytes,
                     rows,
-                };
-                self.gpu().copy(stream, &copy)?;
-                descriptors += 1;
+                });
             }
         }
+        self.gpu().copy_batch(stream, &copies)?;
         if rank == Rank(0) {
-            self.descriptor_count += descriptors;
+            self.descriptor_count += copies.len() as u64;
         }
         Ok(())
     }
