@@ -42,8 +42,9 @@ pub mod net;
 pub mod plan;
 
 pub use collectives::{
-    AllGather, AllGatherOptions, Communicator, CommunicatorOptions, GradientDtype, RankEvents, RankGather,
-    RankGradients, ReduceScatter, Scale, StockAllGather, StockReduceScatter,
+    AllGather, AllGatherOptions, Communicator, CommunicatorOptions, GradientDtype, LaneAllGather, LaneOptions,
+    LaneReduceScatter, RankEvents, RankGather, RankGradients, ReduceScatter, ReplicaReduce, Scale, StockAllGather,
+    StockReduceScatter, hand_on,
 };
 pub use error::{Result, TideError};
 pub use net::Path;

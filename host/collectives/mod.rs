@@ -6,6 +6,7 @@
 
 mod all_gather;
 mod communicator;
+mod lane;
 mod node;
 mod reduce_scatter;
 mod rounds;
@@ -13,6 +14,7 @@ mod stock;
 
 pub use all_gather::{AllGather, AllGatherOptions, RankGather};
 pub use communicator::{Communicator, CommunicatorOptions};
+pub use lane::{LaneAllGather, LaneOptions, LaneReduceScatter, ReplicaReduce, hand_on};
 pub use reduce_scatter::{RankGradients, ReduceScatter};
 pub use stock::{StockAllGather, StockReduceScatter};
 

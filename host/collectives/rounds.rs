@@ -21,6 +21,13 @@ pub(super) struct RankRound {
     pub(super) round: u32,
 }
 
+impl RankRound {
+    /// Transfers sent: a put that signals ends one.
+    fn transfer_count(&self) -> usize {
+        self.puts.iter().filter(|put| put.data_signal().is_some()).count()
+    }
+}
+
 /// The ring of blocks that puts take their sources from; the fields are those of [`NetParams`].
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BlockRing {
@@ -103,7 +110,7 @@ impl Rounds {
 
     fn upload_rounds(&mut self, progress: impl Fn(Rank) -> u64) -> Result<()> {
         let gpu = self.comm.gpu();
-        let widest = self.rounds.iter().flatten().map(|r| r.puts.len().max(r.arrivals.len())).max().unwrap_or(0);
+        let widest = self.rounds.iter().flatten().map(|r| r.transfer_count().max(r.arrivals.len())).max().unwrap_or(0);
         for device in 0..gpu.device_count() {
             let ranks: Vec<Rank> = self.comm.topology().ranks().filter(|r| self.comm.device_of(*r) == device).collect();
             if ranks.is_empty() {
@@ -222,7 +229,7 @@ impl Rounds {
         for rank in self.comm.topology().ranks() {
             let stream = streams[rank.0 as usize];
             for put in &self.rounds[rank.0 as usize][round].puts {
-                let expected = call.sequence - u64::from(put.credit_lead);
+                let expected = call.sequence.wrapping_sub(u64::from(put.credit_lead));
                 let tag = self.tag(rank, Node(put.peer), round, call.epoch, WaitKind::Credit);
                 self.net.wait(stream, rank, put.credit, expected, tag)?;
                 self.net.put(
@@ -235,7 +242,7 @@ impl Rounds {
                         source_offset: params.source_offset(put),
                         destination_offset: put.destination_offset,
                         bytes: put.bytes,
-                        signal: put.signal,
+                        signal: put.data_signal(),
                         value: call.sequence,
                     },
                 )?;

@@ -98,7 +98,10 @@ impl Net for Loopback {
             let (to, from) = (DevicePtr(destination + at), DevicePtr(base(put.from) + source));
             self.gpu.copy(stream, &Copy2d::flat(to, from, bytes))?;
         }
-        self.signal(stream, put.from, put.to, put.signal, put.value)
+        match put.signal {
+            Some(signal) => self.signal(stream, put.from, put.to, signal, put.value),
+            None => Ok(()),
+        }
     }
 
     fn signal(&self, stream: Stream, from: Rank, to: Node, signal: u32, value: u64) -> Result<()> {

@@ -38,8 +38,8 @@ pub struct HostPut {
     pub destination_offset: u64,
     /// Bytes of the whole transfer.
     pub bytes: u64,
-    /// Signal at the peer that is raised once the data is there.
-    pub signal: u32,
+    /// Signal at the peer that is raised once the data is there; `None` where more of the transfer follows in the stream.
+    pub signal: Option<u32>,
     /// What it is raised to: one more than before.
     pub value: u64,
 }
@@ -59,7 +59,7 @@ pub trait Net: Send + Sync {
     /// Dynamic shared memory that each warp of these kernels needs, bytes.
     fn shared_bytes_per_warp(&self) -> u32;
 
-    /// Enqueues a transfer with its signal.
+    /// Enqueues a transfer with its signal, or a part of one.
     ///
     /// # Errors
     /// What the back end refuses.

@@ -142,13 +142,15 @@ pub struct LoopbackHandle {
 
 assert_layout!(LoopbackHandle, size 32, arenas at 0, signals_offset at 8, context_count at 16, own_node at 24);
 
-/// One transfer that a rank sends in a round.
+/// One transfer that a rank sends in a round, or a part of one: puts up to and including one that signals are one transfer,
+/// to one peer, in pieces that need not lie together at either end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct NetPut {
     /// Node of the rail peer.
     pub peer: u32,
-    /// First data signal at the peer; context `x` uses `signal + x`.
+    /// First data signal at the peer; context `x` uses `signal + x`. [`NetPut::NO_SIGNAL`] where more of the transfer
+    /// follows; what signals is its largest part, so that it reaches every context that carried any.
     pub signal: u32,
     /// Credit signal here that the peer raises.
     pub credit: u32,
@@ -170,6 +172,17 @@ pub struct NetPut {
 
 assert_layout!(NetPut, size 64, peer at 0, source_offset at 16, source_block at 24, head_offset at 32, bytes at 56);
 
+impl NetPut {
+    /// Stands for the signal of a put that is not the last of its transfer.
+    pub const NO_SIGNAL: u32 = u32::MAX;
+
+    /// The data signal of context 0, if the transfer ends with this put.
+    #[inline(always)]
+    pub const fn data_signal(&self) -> Option<u32> {
+        if self.signal == Self::NO_SIGNAL { None } else { Some(self.signal) }
+    }
+}
+
 /// One transfer that a rank expects in a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
@@ -178,7 +191,7 @@ pub struct NetArrival {
     pub peer: u32,
     /// First data signal here; context `x` uses `signal + x`.
     pub signal: u32,
-    /// Bytes expected: tells which contexts carry a signal.
+    /// Bytes of the put that signals: tells which contexts carry a signal.
     pub bytes: u64,
 }
 

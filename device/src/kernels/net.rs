@@ -5,14 +5,16 @@
 //!
 //! ```text
 //! for each round:
-//!     warp x, for puts x, x + warps, …:   wait for the peer's credit; put in stripes, dealt to the contexts in turn;
-//!                                         a strong signal on the last stripe of each context; flush
+//!     warp x, for transfers x, x + warps, …: for each put of it: wait for the peer's credit; put in stripes, dealt to the
+//!                                         contexts in turn; the last put with a strong signal on the last stripe of each
+//!                                         context; flush
 //!     warp x, for arrivals x, x + warps, …: wait for the data signal of each context
 //!     block barrier; raise the progress word
 //! ```
 //!
 //! Invariants: I3, a put waits for the credit of its destination, and a round ends with a flush, after which the
-//! outbox blocks it sent may be reused; I4, every wait's producer is in this launch or enqueued before it.
+//! outbox blocks it sent may be reused; a transfer is one warp's, because a strong signal covers only what its own thread
+//! has put; I4, every wait's producer is in this launch or enqueued before it.
 
 use crate::abi::fault::{WaitKind, WaitTag};
 use crate::abi::params::{NetArrival, NetParams, NetPut, NetRank, NetRound};
@@ -55,11 +57,15 @@ pub unsafe fn net<G: Gin>(params: *const NetParams) {
         // SAFETY: inside the rank's table by the launcher's count.
         let round = unsafe { *(rank.rounds as *const NetRound).add((p.round_first + index) as usize) };
         if let Some(gin) = &mut gin {
-            for i in mine(round.put_count) {
+            let mut transfer = 0;
+            for i in 0..round.put_count {
                 // SAFETY: as above.
                 let put = unsafe { *(rank.puts as *const NetPut).add((round.put_first + i) as usize) };
-                wait_credit(p, rank, &round, &put, gin);
-                post(p, &put, gin);
+                if transfer % warps == thread::warp_idx() {
+                    wait_credit(p, rank, &round, &put, gin);
+                    post(p, &put, gin);
+                }
+                transfer += u32::from(put.data_signal().is_some());
             }
             gin.flush();
             for i in mine(round.arrival_count) {
@@ -94,7 +100,7 @@ fn tag(p: &NetParams, rank: &NetRank, round: &NetRound, peer: u32, kind: WaitKin
 }
 
 fn wait_credit<G: Gin>(p: &NetParams, rank: &NetRank, round: &NetRound, put: &NetPut, gin: &G) {
-    let expected = p.sequence - u64::from(put.credit_lead);
+    let expected = p.sequence.wrapping_sub(u64::from(put.credit_lead));
     wait::until(
         rank.deadline,
         WaitScope::System,
@@ -117,7 +123,7 @@ fn post<G: Gin>(p: &NetParams, put: &NetPut, gin: &mut G) {
         let offset = stripe * p.stripe_bytes;
         let bytes = (put.bytes - offset).min(p.stripe_bytes);
         let is_last_of_context = stripe + u64::from(contexts) >= stripes;
-        let signal = is_last_of_context.then_some(put.signal + context);
+        let signal = put.data_signal().filter(|_| is_last_of_context).map(|signal| signal + context);
         // A stripe may begin in the head and end behind it.
         let head = put.head_bytes.saturating_sub(offset).min(bytes);
         // SAFETY: the table's ranges lie in the arenas; the peer's credit was awaited; the source is kept until the
