@@ -595,8 +595,10 @@ fn network(
     let data = |from: Node| regions.data.signal(from.0 * context_count);
     let round = |rank: Rank, bank: u32, index: u32| {
         let (node, item) = (topology.node_of(rank), cut.item(0, index));
-        let (part, remote) = (cut.part(item.part), cut.remote(item.wave));
-        let bytes = ((part.end - part.start) * dtype.bytes()).next_multiple_of(16);
+        let remote = cut.remote(item.wave);
+        // Whole blocks, also of a last part that is shorter: every transfer of a pair takes the same contexts, whose signals
+        // count transfers.
+        let bytes = block_bytes(cut, dtype);
         let put = |contributor: u32| {
             let to = latin_square::destination(m, node, contributor);
             let offset = block_offset(cut, dtype, bank, contributor - remote.start);
