@@ -24,69 +24,12 @@ use crate::collectives::{Communicator, RankEvents, check_fast_path, check_rank_c
 use crate::error::Result;
 use crate::gpu::{Copy2d, DevicePtr, DeviceSlice, Event, Priority, Stream};
 use crate::layout::{Group, GroupLayout};
-use crate::plan::all_gather::{gather_rounds, scatter_runs, slot_node};
+use crate::plan::all_gather::gather_rounds;
+use crate::plan::lane::{LaneRow, LaneWays, Ragged, sent_pieces};
 use crate::plan::{GatherRound, Node, Rank, Topology};
-use std::ops::Range;
 use std::sync::Arc;
 use tide_device::abi::fault::Operation;
 use tide_device::abi::params::{Credit, NetArrival, NetPut};
-
-/// What the network moves are multiples of this, between addresses aligned to it, bytes.
-const WIRE_ALIGN_BYTES: u64 = 16;
-
-/// Shards of one parameter, or rows of the stage: `M` of them, one after the other.
-#[derive(Debug, Clone, Copy)]
-struct Row {
-    region: Region,
-    offset: u64,
-    /// Bytes of one node's shard.
-    bytes: u64,
-}
-
-impl Row {
-    /// The symmetric offset of the shards of `nodes`, and their bytes.
-    fn run(&self, nodes: Range<u64>) -> (u64, u64) {
-        let bytes = (nodes.end - nodes.start) * self.bytes;
-        (self.region.symmetric_offset(self.offset + nodes.start * self.bytes, bytes), bytes)
-    }
-}
-
-/// A ragged parameter.
-#[derive(Debug, Clone, Copy)]
-struct Ragged {
-    parameter: usize,
-    /// Where its shard lies in a row of the stage.
-    offset: u64,
-}
-
-/// Which parameters travel how.
-struct Ways {
-    /// Those that travel as they lie.
-    direct: Vec<usize>,
-    ragged: Vec<Ragged>,
-    /// Bytes of a row of the stage.
-    stage_row_bytes: u64,
-}
-
-impl Ways {
-    fn new(layout: &GroupLayout) -> Self {
-        let mut ways = Self { direct: Vec::new(), ragged: Vec::new(), stage_row_bytes: 0 };
-        for (parameter, p) in layout.parameters().iter().enumerate().filter(|(_, p)| p.shard_bytes > 0) {
-            let aligned = [p.shard_bytes, layout.landing_offset_bytes(parameter, 0)]
-                .iter()
-                .all(|bytes| bytes.is_multiple_of(WIRE_ALIGN_BYTES));
-            if aligned {
-                ways.direct.push(parameter);
-            } else {
-                // Copy engines take any alignment: shards follow each other without gaps.
-                ways.ragged.push(Ragged { parameter, offset: ways.stage_row_bytes });
-                ways.stage_row_bytes += p.shard_bytes;
-            }
-        }
-        ways.stage_row_bytes = ways.stage_row_bytes.next_multiple_of(WIRE_ALIGN_BYTES);
-        ways
-    }
-}
 
 #[derive(Clone, Copy)]
 struct Regions {
@@ -105,7 +48,7 @@ pub struct LaneAllGather {
     layout: GroupLayout,
     arena: Arc<Arena>,
     regions: Regions,
-    ways: Ways,
+    ways: LaneWays,
     round_count: u32,
     rounds: Rounds,
     streams: Vec<Stream>,
@@ -127,7 +70,7 @@ impl LaneAllGather {
         let topology = comm.topology();
         let (m, context_count) = (topology.node_count(), comm.options().context_count);
         let layout = GroupLayout::new(group, u64::from(m))?;
-        let ways = Ways::new(&layout);
+        let ways = LaneWays::new(&layout);
         let mut arena_layout = ArenaLayout::default();
         let regions = Regions {
             landing: arena_layout.region("landing", layout.landing_bytes()),
@@ -295,45 +238,27 @@ impl Drop for LaneAllGather {
 }
 
 /// All that the rounds move: the direct parameters, then the stage.
-fn rows(layout: &GroupLayout, ways: &Ways, regions: &Regions) -> Vec<Row> {
-    let direct = ways.direct.iter().map(|&parameter| Row {
-        region: regions.landing,
-        offset: layout.landing_offset_bytes(parameter, 0),
-        bytes: layout.parameters()[parameter].shard_bytes,
+fn rows(layout: &GroupLayout, ways: &LaneWays, regions: &Regions) -> Vec<LaneRow> {
+    let node_count = layout.rank_count();
+    let direct = ways.direct.iter().map(|&parameter| {
+        let (offset, bytes) = (layout.landing_offset_bytes(parameter, 0), layout.parameters()[parameter].shard_bytes);
+        LaneRow { offset: regions.landing.symmetric_offset(offset, node_count * bytes), bytes }
     });
-    let stage = Row { region: regions.stage, offset: 0, bytes: ways.stage_row_bytes };
-    direct.chain((stage.bytes > 0).then_some(stage)).collect()
-}
-
-/// What `node` sends in a round, as symmetric offsets and bytes, the same at both ends: largest last, as it signals.
-fn sent(node_count: u32, node: Node, round: &GatherRound, rows: &[Row]) -> Vec<(u64, u64)> {
-    let runs: Vec<Range<u64>> = scatter_runs(node_count, node, round.sent_slots())
-        .into_iter()
-        .map(|(slot, run_len)| {
-            let first = u64::from(slot_node(node_count, node, slot).0);
-            first..first + u64::from(run_len)
-        })
-        .collect();
-    let mut pieces: Vec<(u64, u64)> = rows.iter().flat_map(|row| runs.iter().map(|r| row.run(r.clone()))).collect();
-    if pieces.is_empty() {
-        // A group without elements still counts its calls.
-        pieces.push((0, 0));
-    }
-    pieces.sort_by_key(|(_, bytes)| *bytes);
-    pieces
+    let stage_row = |bytes: u64| LaneRow { offset: regions.stage.symmetric_offset(0, node_count * bytes), bytes };
+    direct.chain((ways.stage_row_bytes > 0).then(|| stage_row(ways.stage_row_bytes))).collect()
 }
 
 fn rank_round(
     node_count: u32,
     node: Node,
     round: &GatherRound,
-    rows: &[Row],
+    rows: &[LaneRow],
     regions: &Regions,
     context_count: u32,
 ) -> RankRound {
     let (target, source) = (round.target(node_count, node), round.source(node_count, node));
     let data = |from: Node| regions.data.signal(from.0 * context_count);
-    let pieces = sent(node_count, node, round, rows);
+    let pieces = sent_pieces(node_count, node, round, rows);
     let last = pieces.len() - 1;
     let put = |(index, (offset, bytes)): (usize, (u64, u64))| NetPut {
         peer: target.0,
@@ -348,50 +273,7 @@ fn rank_round(
         bytes,
     };
     let puts = pieces.into_iter().enumerate().map(put).collect();
-    let largest = sent(node_count, source, round, rows).last().map_or(0, |(_, bytes)| *bytes);
+    let largest = sent_pieces(node_count, source, round, rows).last().map_or(0, |(_, bytes)| *bytes);
     let arrivals = vec![NetArrival { peer: source.0, signal: data(source), bytes: largest }];
     RankRound { puts, arrivals, wave: 0, round: round.index }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::layout::{Dtype, Parameter};
-
-    fn layout(shapes: &[(u64, Dtype)], node_count: u64) -> GroupLayout {
-        let parameters =
-            shapes.iter().enumerate().map(|(i, (d, dtype))| Parameter::new(format!("p{i}"), [*d], *dtype).unwrap());
-        GroupLayout::new(&Group::new(parameters.collect()).unwrap(), node_count).unwrap()
-    }
-
-    #[test]
-    fn what_is_aligned_travels_as_it_lies() {
-        let ways = Ways::new(&layout(&[(32, Dtype::Bf16), (16, Dtype::F32), (0, Dtype::F32)], 4));
-        assert_eq!((ways.direct, ways.ragged.len(), ways.stage_row_bytes), (vec![0, 1], 0, 0));
-    }
-
-    #[test]
-    fn a_ragged_parameter_makes_those_that_it_shifts_ragged() {
-        // Over 4 nodes p0's shards are 3 bytes; p1 starts at 12 bytes, p2, 16 bytes a shard, at 4 · 16.
-        let ways = Ways::new(&layout(&[(12, Dtype::U8), (52, Dtype::U8), (64, Dtype::U8)], 4));
-        let ragged: Vec<_> = ways.ragged.iter().map(|r| (r.parameter, r.offset)).collect();
-        assert_eq!((ways.direct, ragged, ways.stage_row_bytes), (vec![2], vec![(0, 0), (1, 3)], 16));
-    }
-
-    #[test]
-    fn a_round_signals_once_with_its_largest_put() {
-        let layout = layout(&[(80, Dtype::U8), (160, Dtype::U8)], 5);
-        let ways = Ways::new(&layout);
-        let mut arena = ArenaLayout::default();
-        let landing = arena.region("landing", layout.landing_bytes());
-        let regions = Regions { landing, stage: landing, data: arena.signals(10), credit: arena.signals(5) };
-        let rows = rows(&layout, &ways, &regions);
-        // Round 1 of node 4 sends nodes 4 and 0, a wrap: two puts for each parameter.
-        let round = rank_round(5, Node(4), &gather_rounds(5)[1], &rows, &regions, 2);
-        let puts: Vec<_> = round.puts.iter().map(|p| (p.source_offset, p.bytes, p.data_signal())).collect();
-        let expected = [(64, 16, None), (0, 16, None), (80 + 4 * 32, 32, None), (80, 32, Some(8))];
-        assert_eq!(puts, expected);
-        // Node 1 sends it nodes 1 and 2.
-        assert_eq!((round.arrivals[0].peer, round.arrivals[0].bytes), (1, 64));
-    }
 }

@@ -1,15 +1,15 @@
 //! The reduce-scatter of a lane: gradients travel in their own type, and are added in fp32 where they arrive [TIDE App. F].
 //!
 //! The packed row is cut into **rail parts**, and the `M` contributors of a node, numbered as in [`latin_square`], into
-//! **waves** of eight; the node itself is the last contributor of the last wave. An **item** is one wave of one part. All
-//! ranks go through the items in the same order, part by part:
+//! **waves** of eight; the node itself is the last contributor of the last wave. An **item** is one wave of one part
+//! ([`LaneCut`]). All ranks go through the items in the same order, part by part:
 //!
 //! 1. *Gather* (copy engines): the parts of the gradients that belong to each remote node of the wave, into outbox blocks of
 //!    the gradients' own type: one strided copy per parameter and run of nodes.
 //! 2. *Send* (`net`): a block to each of these nodes, a block from each of as many; one round.
 //! 3. *Sum* ([`sum`]): the arrived blocks, then the own gradients where they lie, into a partial in fp32.
-//! 4. *Land* (`land`, with one inbox): the partial into the accumulator, or, of the last wave, into the output, with α.
-//! 5. *Credits* (`finalize`): the senders of the item after next may overwrite the inbox blocks.
+//! 4. *Credits* (`finalize`): the senders of the item after next may overwrite the inbox blocks.
+//! 5. *Land* (`land`, with one inbox): the partial into the accumulator, or, of the last wave, into the output, with α.
 //!
 //! Outbox and inbox have two banks, which the items take in turn across parts and calls: item `k + 1` is gathered and sent
 //! while item `k` is added.
@@ -39,23 +39,14 @@ use crate::collectives::{
 use crate::error::{Result, TideError};
 use crate::gpu::{Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Event, Fill2d, Gpu, Launch, Priority, Stream};
 use crate::layout::{Group, GroupLayout};
+use crate::plan::lane::{BANK_COUNT, LaneCut, LaneItem};
 use crate::plan::{Node, Rank, Topology, latin_square};
-use std::ops::Range;
 use std::sync::Arc;
 use tide_device::abi::fault::Operation;
 use tide_device::abi::kernel::Kernel;
 use tide_device::abi::params::{Credit, GRADIENTS_MAX, LOCAL_RANKS_MAX, LandParams, NetArrival, NetPut, SumParams};
 use tide_device::abi::segment::Segment;
 use tide_device::kernels::sum;
-
-/// Contributors that one sum adds: the eight sources of [TIDE App. F].
-const WAVE_WIDTH: u32 = 8;
-
-/// Banks of outbox and inbox.
-const BANK_COUNT: u32 = 2;
-
-/// What a part's length is a multiple of, elements: blocks stay aligned for bulk copies, whole units for the sum.
-const PART_ALIGN_ELEMS: u64 = 32;
 
 /// Most stages of a sum's ring: more hide no more latency.
 const SUM_STAGES_MAX: u32 = 12;
@@ -75,88 +66,6 @@ impl Default for LaneOptions {
     fn default() -> Self {
         Self { part_count: 4, sum_cta_count: 4, land_cta_count: 4 }
     }
-}
-
-/// How rows are cut into parts and contributors into waves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Cut {
-    node_count: u32,
-    /// `S_fp32 / 4`.
-    packed_elems: u64,
-    part_elems: u64,
-    part_count: u32,
-    wave_count: u32,
-}
-
-impl Cut {
-    fn new(node_count: u32, packed_elems: u64, part_count_max: u32) -> Self {
-        let part_elems = packed_elems.div_ceil(part_count_max.into()).next_multiple_of(PART_ALIGN_ELEMS);
-        // A group without elements has one empty part: its calls still count.
-        let part_count = packed_elems.div_ceil(part_elems.max(1)).max(1) as u32;
-        Self { node_count, packed_elems, part_elems, part_count, wave_count: node_count.div_ceil(WAVE_WIDTH) }
-    }
-
-    fn item_count(&self) -> u32 {
-        self.part_count * self.wave_count
-    }
-
-    /// Packed positions of a part.
-    fn part(&self, part: u32) -> Range<u64> {
-        let first = u64::from(part) * self.part_elems;
-        first..(first + self.part_elems).min(self.packed_elems)
-    }
-
-    /// The contributors of a wave that are other nodes.
-    fn remote(&self, wave: u32) -> Range<u32> {
-        let first = wave * WAVE_WIDTH + 1;
-        first..(first + WAVE_WIDTH).min(self.node_count).max(first)
-    }
-
-    /// Whether a wave ends with the own node.
-    fn has_own_node(&self, wave: u32) -> bool {
-        wave + 1 == self.wave_count
-    }
-
-    /// Blocks of a bank.
-    fn block_count(&self) -> u32 {
-        self.remote(0).len() as u32
-    }
-
-    /// Items of a wave that find their bank fresh: they need no credit.
-    fn credit_lead(&self, wave: u32) -> u32 {
-        (0..BANK_COUNT).filter(|item| item % self.wave_count == wave).count() as u32
-    }
-
-    /// The `index`-th item of a call.
-    fn item(&self, epoch: u64, index: u32) -> Item {
-        let number = epoch * u64::from(self.item_count()) + u64::from(index);
-        let bank = (number % u64::from(BANK_COUNT)) as u32;
-        Item { number, index, part: index / self.wave_count, wave: index % self.wave_count, bank }
-    }
-
-    /// Transfers that the pairs of an item have exchanged once it is sent: one per part.
-    fn sequence(&self, item_number: u64) -> u64 {
-        item_number / u64::from(self.wave_count) + 1
-    }
-
-    /// The wave that takes the bank of an item next, and how many credits its senders have then.
-    fn next_on_bank(&self, item_number: u64) -> (u32, u64) {
-        let next = item_number + u64::from(BANK_COUNT);
-        let wave = (next % u64::from(self.wave_count)) as u32;
-        (wave, self.sequence(next) - u64::from(self.credit_lead(wave)))
-    }
-}
-
-/// One wave of one part.
-#[derive(Debug, Clone, Copy)]
-struct Item {
-    /// Over all calls.
-    number: u64,
-    /// In its call.
-    index: u32,
-    part: u32,
-    wave: u32,
-    bank: u32,
 }
 
 #[derive(Clone, Copy)]
@@ -184,7 +93,7 @@ pub struct LaneReduceScatter {
     layout: GroupLayout,
     dtype: GradientDtype,
     options: LaneOptions,
-    cut: Cut,
+    cut: LaneCut,
     arena: Arc<Arena>,
     regions: Regions,
     rounds: Rounds,
@@ -217,7 +126,7 @@ impl LaneReduceScatter {
         let topology = comm.topology();
         let m = topology.node_count();
         let layout = GroupLayout::new(group, u64::from(m))?;
-        let cut = Cut::new(m, layout.packed_elems(), options.part_count);
+        let cut = LaneCut::new(m, layout.packed_elems(), options.part_count);
         let (arena_layout, regions) = regions(&cut, dtype, comm.options().context_count);
         let arena = Arc::new(Arena::new(comm.gpu(), topology, arena_layout, |r| comm.device_of(r))?);
         let (tables, credits) = network(&cut, topology, dtype, &regions, comm.options().context_count);
@@ -321,7 +230,7 @@ impl LaneReduceScatter {
     }
 
     /// Gathers an item's blocks on every rank and sends them.
-    fn send(&mut self, ranks: &[RankGradients], item: Item) -> Result<()> {
+    fn send(&mut self, ranks: &[RankGradients], item: LaneItem) -> Result<()> {
         if self.cut.remote(item.wave).is_empty() {
             return Ok(());
         }
@@ -352,7 +261,7 @@ impl LaneReduceScatter {
 
     /// Copies a rank's contribution to every remote node of the item's wave into the outbox, a block a node: per parameter
     /// one strided copy for each run of nodes that ascend, and one more where the last row that exists ends in the part.
-    fn gather(&self, stream: Stream, rank: Rank, given: &RankGradients, item: Item) -> Result<()> {
+    fn gather(&self, stream: Stream, rank: Rank, given: &RankGradients, item: LaneItem) -> Result<()> {
         let (m, node) = (self.cut.node_count, self.topology().node_of(rank));
         let remote = self.cut.remote(item.wave);
         // Destinations ascend with the contributor, up to where the node number wraps.
@@ -372,7 +281,7 @@ impl LaneReduceScatter {
         stream: Stream,
         rank: Rank,
         given: &RankGradients,
-        item: Item,
+        item: LaneItem,
         (segment, run): (&Segment, Run),
     ) -> Result<()> {
         let part = self.cut.part(item.part);
@@ -417,7 +326,7 @@ impl LaneReduceScatter {
     }
 
     /// Adds an item on every rank, lands it and returns its credits.
-    fn receive(&self, ranks: &[RankGradients], item: Item, scale: Scale) -> Result<Vec<RankEvents>> {
+    fn receive(&self, ranks: &[RankGradients], item: LaneItem, scale: Scale) -> Result<Vec<RankEvents>> {
         let mut events = Vec::new();
         let has_elems = !self.cut.part(item.part).is_empty();
         let (next_wave, credits) = self.cut.next_on_bank(item.number);
@@ -436,7 +345,7 @@ impl LaneReduceScatter {
         Ok(events)
     }
 
-    fn launch_sum(&self, stream: Stream, rank: Rank, given: &RankGradients, item: Item) -> Result<()> {
+    fn launch_sum(&self, stream: Stream, rank: Rank, given: &RankGradients, item: LaneItem) -> Result<()> {
         let device = self.comm.device_of(rank);
         let shape = self.gpu().properties(device).shape;
         let (kernel, item_bytes) = match self.dtype {
@@ -486,7 +395,7 @@ impl LaneReduceScatter {
     }
 
     /// Lands the partial: a landing of the part alone, whose one inbox is the partial.
-    fn launch_land(&self, stream: Stream, rank: Rank, out: DeviceSlice, item: Item, scale: Scale) -> Result<()> {
+    fn launch_land(&self, stream: Stream, rank: Rank, out: DeviceSlice, item: LaneItem, scale: Scale) -> Result<()> {
         let part = self.cut.part(item.part);
         let whole = |region: Region| self.arena.at(rank, region, 0, region.bytes()).0;
         let mut inboxes = [0; LOCAL_RANKS_MAX];
@@ -554,21 +463,21 @@ struct Run {
     node_count: u32,
 }
 
-fn block_bytes(cut: &Cut, dtype: GradientDtype) -> u64 {
+fn block_bytes(cut: &LaneCut, dtype: GradientDtype) -> u64 {
     cut.part_elems * dtype.bytes()
 }
 
 /// Byte offset of a block in the outbox, and in the inbox.
-fn block_offset(cut: &Cut, dtype: GradientDtype, bank: u32, block: u32) -> u64 {
+fn block_offset(cut: &LaneCut, dtype: GradientDtype, bank: u32, block: u32) -> u64 {
     u64::from(bank * cut.block_count() + block) * block_bytes(cut, dtype)
 }
 
 /// Where an item's round stands in the tables: every item is there once for each bank.
-fn round_index(cut: &Cut, bank: u32, index: u32) -> u32 {
+fn round_index(cut: &LaneCut, bank: u32, index: u32) -> u32 {
     bank * cut.item_count() + index
 }
 
-fn regions(cut: &Cut, dtype: GradientDtype, context_count: u32) -> (ArenaLayout, Regions) {
+fn regions(cut: &LaneCut, dtype: GradientDtype, context_count: u32) -> (ArenaLayout, Regions) {
     let boxes_bytes = u64::from(BANK_COUNT * cut.block_count()) * block_bytes(cut, dtype);
     let part_bytes = 4 * cut.part_elems;
     let mut layout = ArenaLayout::default();
@@ -585,7 +494,7 @@ fn regions(cut: &Cut, dtype: GradientDtype, context_count: u32) -> (ArenaLayout,
 
 /// Every rank's rounds, as [`round_index`] numbers them, and the credits that it returns to the senders of each wave.
 fn network(
-    cut: &Cut,
+    cut: &LaneCut,
     topology: Topology,
     dtype: GradientDtype,
     regions: &Regions,
@@ -639,48 +548,4 @@ fn network(
         (0..cut.wave_count).map(|wave| cut.remote(wave).map(credit).collect()).collect()
     };
     (topology.ranks().map(rounds_of).collect(), topology.ranks().map(credits_of).collect())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn parts_cover_a_row_and_none_is_empty() {
-        for elems in [1, 31, 32, 33, 127, 128, 129, 1000, 4096] {
-            let cut = Cut::new(5, elems, 4);
-            let mut next = 0;
-            for part in (0..cut.part_count).map(|p| cut.part(p)) {
-                assert!(part.start == next && !part.is_empty());
-                next = part.end;
-            }
-            assert!(next == elems && cut.part_count <= 4, "{cut:?}");
-        }
-        assert_eq!(Cut::new(5, 0, 4).part_count, 1);
-    }
-
-    #[test]
-    fn waves_cover_every_contributor_once() {
-        for m in 1..=40 {
-            let cut = Cut::new(m, 100, 4);
-            let mut all: Vec<u32> = (0..cut.wave_count).flat_map(|w| cut.remote(w)).collect();
-            all.extend((0..cut.wave_count).filter(|w| cut.has_own_node(*w)).map(|_| m));
-            assert_eq!(all, (1..=m).collect::<Vec<_>>());
-            assert!((0..cut.wave_count).all(|w| cut.remote(w).len() as u32 + u32::from(cut.has_own_node(w)) <= 8));
-        }
-    }
-
-    /// Whoever sends in item `k` needs the credits that the landing of item `k − 2` brings up, no more and no fewer.
-    #[test]
-    fn credits_are_those_of_the_bank_before() {
-        for (m, elems) in [(2, 20), (8, 500), (9, 20), (13, 500), (20, 70), (25, 40)] {
-            let cut = Cut::new(m, elems, 4);
-            for number in 0..60_u64 {
-                let wave = (number % u64::from(cut.wave_count)) as u32;
-                let needed = cut.sequence(number).saturating_sub(cut.credit_lead(wave).into());
-                let brought = number.checked_sub(2).map_or((wave, 0), |before| cut.next_on_bank(before));
-                assert_eq!(brought, (wave, needed), "{m} nodes, item {number}");
-            }
-        }
-    }
 }
