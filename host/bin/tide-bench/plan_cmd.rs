@@ -137,7 +137,7 @@ impl Summary {
         };
         let layout = GroupLayout::new(&gradients.group, rank_count)?;
         let mut options = reduce_options(&arguments.plan);
-        options.mode = if arguments.slot_reuse { Mode::SlotReuse } else { Mode::InPlace };
+        options.mode = if arguments.slot_reuse { Mode::SlotReuse } else { arguments.mode.into() };
         let grad_bytes = gradients.dtype.dtype().bytes();
         let plan = plan_reduce(topology, &layout, grad_bytes, &options)?;
         let whole = layout.packed_elems() * grad_bytes * rank_count;
