@@ -8,7 +8,7 @@ use bytemuck::cast_slice;
 use tide_gpu::error::TideError;
 use tide_gpu::gpu::{Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Event, Gpu, Priority, Stream, SyncOutcome};
 use tide_gpu::layout::{Group, GroupLayout};
-use tide_gpu::plan::{Mode, Rank, ReduceScatterOptions, ReduceScatterPlan};
+use tide_gpu::plan::{Mode, Rank, ReduceScatterOptions};
 use tide_gpu::{
     Communicator, GatherGroup, GatherRing, GradientDtype, RankEvents, RankGather, RankGradients, RankSources,
     ReduceScatter, RingOptions, Scale, StoredGradients,
@@ -115,11 +115,6 @@ impl Engine {
         let layers = settings.layers;
         let (gathered, reads, stored) = (vec![Vec::new(); layers], vec![Vec::new(); layers], vec![Vec::new(); layers]);
         Ok(Self { ring, reduce, ranks, comm, layout, settings, gathered, stored, reads, held_max: 0, step: 0 })
-    }
-
-    /// The plan of the reduce-scatters.
-    pub fn plan(&self) -> &ReduceScatterPlan {
-        self.reduce.plan()
     }
 
     /// The layout of every layer.

@@ -27,7 +27,7 @@ use crate::progress::Progress;
 use crate::report::{Voice, deliver_json};
 use crate::run::{plan_reduce, reduce_options};
 use crate::tensors::Workload;
-use crate::{legs, memory, save};
+use crate::{memory, save};
 use bounds::{Bounds, Stock};
 use check::Reference;
 use data::Source;
