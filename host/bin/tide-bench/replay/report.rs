@@ -121,7 +121,7 @@ impl Facts {
         let layer = peaks.ring + peaks.reduce_scatter + peaks.held_gradients;
         Step {
             step: index + 1,
-            time_us: (self.backend != "sim").then(|| time.as_secs_f64() * 1e6),
+            time_us: (self.backend != "sim").then_some(time.as_secs_f64() * 1e6),
             peak_bytes: PeakBytes {
                 ring: peaks.ring,
                 shards: peaks.shards,
