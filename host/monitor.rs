@@ -69,7 +69,7 @@ pub fn root_cause(faults: &[Fault]) -> Option<&Fault> {
         Some(WaitKind::StageFull | WaitKind::StageFree) => 0,
         Some(WaitKind::StagingFree | WaitKind::LandingFree) => 1,
         Some(WaitKind::StagingFull) => 2,
-        Some(WaitKind::Credit) => 3,
+        Some(WaitKind::Credit | WaitKind::Pace) => 3,
         Some(WaitKind::Arrival) => 4,
         Some(WaitKind::RoundArrived | WaitKind::WaveArrived) => 5,
         Some(WaitKind::WaveLanded | WaitKind::GatherDone) => 6,
@@ -91,6 +91,7 @@ fn phase(kind: Option<WaitKind>) -> &'static str {
         Some(WaitKind::LandingFree) => "landing release",
         Some(WaitKind::GatherDone) => "scatter",
         Some(WaitKind::RoundArrived) => "round arrival",
+        Some(WaitKind::Pace) => "round pace",
         None => "unknown wait",
     }
 }

@@ -27,7 +27,9 @@ mod on_gpu {
     use std::time::{Duration, Instant};
     use tide_device::abi::fault::{Operation, WaitKind, WaitTag};
     use tide_device::abi::kernel::Kernel;
-    use tide_device::abi::params::{Deadline, LoopbackHandle, NetArrival, NetParams, NetRank, NetRound};
+    use tide_device::abi::params::{
+        CastParams, CastSegment, Deadline, LoopbackHandle, NO_SIGNAL, NetArrival, NetParams, NetRank, NetRound,
+    };
     use tide_device::gin::loopback;
     use tide_gpu::gpu::cuda::{CudaGpu, CudaOptions, exit_now};
     use tide_gpu::gpu::sim::{SimGpu, SimOptions};
@@ -52,7 +54,60 @@ mod on_gpu {
         Test { name, gpu_count: 1, own_process: true, run }
     }
 
+    /// Copies that go in one call, among them strided and empty ones, land where each alone would.
+    fn batched_copies_land_like_single_ones() {
+        let gpu = gpu();
+        let source: Vec<u8> = (0..4096_u32).map(|i| (i * 7 + i / 256) as u8).collect();
+        let from = DeviceBuffer::from_slice(&gpu, 0, &source).unwrap();
+        let to = DeviceBuffer::from_slice(&gpu, 0, &[0_u8; 4096]).unwrap();
+        let stream = gpu.create_stream(0, Priority::Normal).unwrap();
+        let at = |buffer: &DeviceBuffer, first: u64| DevicePtr(buffer.address().0 + first);
+        let mut copies: Vec<Copy2d> =
+            (0..40).map(|i| Copy2d::flat(at(&to, 50 * i), at(&from, 50 * i + 3), i)).collect();
+        copies.push(Copy2d {
+            destination: at(&to, 2048),
+            destination_pitch_bytes: 100,
+            source: at(&from, 2048),
+            source_pitch_bytes: 90,
+            width_bytes: 60,
+            rows: 9,
+        });
+        gpu.copy_batch(stream, &copies).unwrap();
+        assert_eq!(gpu.synchronize(stream, 1 << 33).unwrap(), SyncOutcome::Complete);
+        let mut expected = vec![0; 4096];
+        for i in 0..40 {
+            expected[50 * i..51 * i].copy_from_slice(&source[50 * i + 3..51 * i + 3]);
+        }
+        for row in 0..9 {
+            expected[2048 + 100 * row..][..60].copy_from_slice(&source[2048 + 90 * row..][..60]);
+        }
+        assert!(to.to_vec::<u8>().unwrap() == expected);
+    }
+
+    /// A launch in clusters runs the same blocks.
+    fn a_launch_in_clusters_runs_every_block() {
+        let gpu = gpu();
+        let values: Vec<f32> = (0..10_000).map(|i| i as f32 * 0.37 - 1000.0).collect();
+        let source = DeviceBuffer::from_slice(&gpu, 0, &values).unwrap();
+        let segment = CastSegment { source: source.address().0, elems: 10_000, packed_first: 0 };
+        let table = DeviceBuffer::from_slice(&gpu, 0, &[segment]).unwrap();
+        let stream = gpu.create_stream(0, Priority::High).unwrap();
+        for cluster in [1, 2, 4] {
+            let out = DeviceBuffer::from_slice(&gpu, 0, &[0_u16; 10_000]).unwrap();
+            let params = CastParams { segments: table.address().0, segment_count: 1, out: out.address().0 };
+            let params = bytemuck::bytes_of(&params);
+            let launch = Launch { kernel: Kernel::Cast, grid: 8, block: 64, cluster, shared_bytes: 0, params };
+            // SAFETY: the table and both buffers outlive the launch, which is awaited.
+            unsafe { gpu.launch(stream, &launch) }.unwrap();
+            assert_eq!(gpu.synchronize(stream, 1 << 33).unwrap(), SyncOutcome::Complete);
+            let expected: Vec<u16> = values.iter().map(|v| half::bf16::from_f32(*v).to_bits()).collect();
+            assert!(out.to_vec::<u16>().unwrap() == expected, "clusters of {cluster}");
+        }
+    }
+
     const TESTS: &[Test] = &[
+        test("batched_copies_land_like_single_ones", batched_copies_land_like_single_ones),
+        test("a_launch_in_clusters_runs_every_block", a_launch_in_clusters_runs_every_block),
         test("copies_fills_and_words_are_the_simulators", copies_fills_and_words_are_the_simulators),
         test(
             "reads_and_writes_of_the_host_stay_in_the_allocation",
@@ -376,13 +431,19 @@ mod on_gpu {
     fn a_launch_with_a_wrong_parameter_block_is_refused() {
         let gpu = gpu();
         let stream = gpu.create_stream(0, Priority::Normal).unwrap();
-        let launch = Launch { kernel: Kernel::Cast, grid: 1, block: 32, shared_bytes: 0, params: &[0; 8] };
+        let launch = Launch { kernel: Kernel::Cast, grid: 1, block: 32, cluster: 1, shared_bytes: 0, params: &[0; 8] };
         // SAFETY: refused before anything is launched.
         let error = unsafe { gpu.launch(stream, &launch) }.unwrap_err().to_string();
         assert!(error.contains("tide_cast"), "{error}");
         let block = [0; size_of::<NetParams>()];
-        let launch =
-            Launch { kernel: Kernel::NetLoopback, grid: 1 << 20, block: 32, shared_bytes: 1024, params: &block };
+        let launch = Launch {
+            kernel: Kernel::NetLoopback,
+            grid: 1 << 20,
+            block: 32,
+            cluster: 1,
+            shared_bytes: 1024,
+            params: &block,
+        };
         // SAFETY: as above.
         let error = unsafe { gpu.launch(stream, &launch) }.unwrap_err().to_string();
         assert!(error.contains("blocks"), "{error}");
@@ -411,7 +472,16 @@ mod on_gpu {
         let handle = DeviceBuffer::from_slice(&gpu, 0, &[handle]).unwrap();
         let round = NetRound { put_first: 0, put_count: 0, arrival_first: 0, arrival_count: 1, wave: 4, round: 2 };
         let round = DeviceBuffer::from_slice(&gpu, 0, &[round]).unwrap();
-        let arrival = NetArrival { peer: 1, signal: 3, bytes: 0 };
+        let arrival = NetArrival {
+            peer: 1,
+            signal: 3,
+            lead_signal: NO_SIGNAL,
+            pace_peer: 0,
+            pace_signal: NO_SIGNAL,
+            reserved: 0,
+            lead_bytes: 0,
+            bytes: 0,
+        };
         let arrival = DeviceBuffer::from_slice(&gpu, 0, &[arrival]).unwrap();
         let rank = NetRank {
             gin: handle.address().0,
@@ -448,6 +518,7 @@ mod on_gpu {
             kernel: Kernel::NetLoopback,
             grid: 1,
             block: 32,
+            cluster: 1,
             shared_bytes: loopback::shared_bytes(bounce_bytes),
             params: bytemuck::bytes_of(&params),
         };

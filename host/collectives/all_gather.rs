@@ -26,7 +26,7 @@ impl AllGather {
     /// As [`GatherRing::new`].
     pub fn new(comm: &Communicator, group: &Group, options: AllGatherOptions) -> Result<Self> {
         let group = GatherGroup { group: group.clone(), cast: options.cast };
-        Ok(Self { ring: GatherRing::new(comm, &[group], RingOptions { slot_count: 1 })? })
+        Ok(Self { ring: GatherRing::new(comm, &[group], RingOptions { slot_count: 1, ..Default::default() })? })
     }
 
     /// The group's layout.

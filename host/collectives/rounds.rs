@@ -10,7 +10,7 @@ use crate::net::{HostPut, Net, Path};
 use crate::plan::{Node, Rank};
 use std::sync::Arc;
 use tide_device::abi::fault::{Operation, WaitKind, WaitTag};
-use tide_device::abi::params::{Credit, FinalizeParams, NetArrival, NetParams, NetPut, NetRank, NetRound};
+use tide_device::abi::params::{Credit, FinalizeParams, NO_SIGNAL, NetArrival, NetParams, NetPut, NetRank, NetRound};
 
 /// One rank's part of a round.
 #[derive(Debug, Clone, Default)]
@@ -190,6 +190,7 @@ impl Rounds {
                         kernel: self.net.rounds_kernel(),
                         grid: launch.ranks.len() as u32,
                         block: launch.warps * warp_size,
+                        cluster: 1,
                         shared_bytes: launch.warps * self.net.shared_bytes_per_warp(),
                         params: bytemuck::bytes_of(&params),
                     },
@@ -222,29 +223,34 @@ impl Rounds {
         for rank in self.comm.topology().ranks() {
             let stream = streams[rank.0 as usize];
             for put in &self.rounds[rank.0 as usize][round].puts {
-                let expected = call.sequence - u64::from(put.credit_lead);
-                let tag = self.tag(rank, Node(put.peer), round, call.epoch, WaitKind::Credit);
-                self.net.wait(stream, rank, put.credit, expected, tag)?;
-                self.net.put(
-                    stream,
-                    &HostPut {
-                        from: rank,
-                        to: Node(put.peer),
-                        head_offset: put.head_offset,
-                        head_bytes: put.head_bytes,
-                        source_offset: params.source_offset(put),
-                        destination_offset: put.destination_offset,
-                        bytes: put.bytes,
-                        signal: put.signal,
-                        value: call.sequence,
-                    },
-                )?;
+                let tag = |kind| self.tag(rank, Node(put.peer), round, call.epoch, kind);
+                let credit = call.sequence - u64::from(put.credit_ahead);
+                self.net.wait(stream, rank, put.credit, credit, tag(WaitKind::Credit))?;
+                if put.pace != NO_SIGNAL {
+                    self.net.wait(stream, rank, put.pace, call.sequence, tag(WaitKind::Pace))?;
+                }
+                let source_offset = params.source_offset(put);
+                let lead = (put.lead_bytes > 0).then_some((0, put.lead_bytes, put.lead_signal));
+                for (first, end, signal) in lead.into_iter().chain([(put.lead_bytes, put.bytes, put.signal)]) {
+                    let [apart, rest] = put.pieces(source_offset, first, end - first);
+                    let to = Node(put.peer);
+                    self.net.put(stream, &HostPut { from: rank, to, piece: apart, signal: None })?;
+                    let signal = Some((signal, call.sequence));
+                    self.net.put(stream, &HostPut { from: rank, to, piece: rest, signal })?;
+                }
             }
         }
         for rank in self.comm.topology().ranks() {
             let stream = streams[rank.0 as usize];
             for arrival in &self.rounds[rank.0 as usize][round].arrivals {
                 let tag = self.tag(rank, Node(arrival.peer), round, call.epoch, WaitKind::Arrival);
+                if arrival.lead_bytes > 0 {
+                    self.net.wait(stream, rank, arrival.lead_signal, call.sequence, tag)?;
+                }
+                if arrival.pace_signal != NO_SIGNAL {
+                    let peer = Node(arrival.pace_peer);
+                    self.net.signal(stream, rank, peer, arrival.pace_signal, call.sequence)?;
+                }
                 self.net.wait(stream, rank, arrival.signal, call.sequence, tag)?;
             }
         }
@@ -288,6 +294,7 @@ impl Rounds {
                     kernel: self.net.finalize_kernel(),
                     grid: 1,
                     block: gpu.properties(self.comm.device_of(rank)).shape.warp_size,
+                    cluster: 1,
                     shared_bytes: self.net.shared_bytes_per_warp(),
                     params: bytemuck::bytes_of(&params),
                 },

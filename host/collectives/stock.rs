@@ -147,7 +147,7 @@ impl StockReduceScatter {
 
     fn launch(&self, rank: Rank, kernel: Kernel, params: &[u8]) -> Result<()> {
         let block = self.comm.gpu().properties(self.comm.device_of(rank)).shape.plain_threads;
-        let launch = Launch { kernel, grid: STOCK_CTAS, block, shared_bytes: 0, params };
+        let launch = Launch { kernel, grid: STOCK_CTAS, block, cluster: 1, shared_bytes: 0, params };
         // SAFETY: buffers and tables live as long as `self`; gradients and output as checked by `enqueue`.
         unsafe { self.comm.gpu().launch(self.streams[rank.0 as usize], &launch) }
     }

@@ -107,6 +107,8 @@ pub struct Launch<'a> {
     pub grid: u32,
     /// Threads of a block.
     pub block: u32,
+    /// Blocks of a cluster, which the device places together; 1 for none. The grid is a multiple of it.
+    pub cluster: u32,
     /// Dynamic shared memory of a block, bytes.
     pub shared_bytes: u32,
     /// The parameter block, copied at the call.
@@ -200,10 +202,15 @@ pub trait Gpu: Send + Sync {
 
     /// A new stream.
     fn create_stream(&self, device: u32, priority: Priority) -> Result<Stream>;
-    /// Gives a stream up; what is enqueued in it still runs.
+    /// Gives a stream up, empty or stalled for good. What it still holds is given up with it: it must not touch memory that
+    /// is freed after this call, so a back end that cannot take it back keeps such memory.
     fn destroy_stream(&self, stream: Stream);
     /// Enqueues a copy.
     fn copy(&self, stream: Stream, copy: &Copy2d) -> Result<()>;
+    /// Enqueues several copies, which may take effect in any order among each other.
+    fn copy_batch(&self, stream: Stream, copies: &[Copy2d]) -> Result<()> {
+        copies.iter().try_for_each(|copy| self.copy(stream, copy))
+    }
     /// Enqueues a fill.
     fn fill(&self, stream: Stream, fill: &Fill2d) -> Result<()>;
     /// Enqueues the setting of a 64-bit word, after all that precedes it in the stream.

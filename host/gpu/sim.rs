@@ -498,7 +498,15 @@ impl Gpu for SimGpu {
         Ok(Stream(id as u32))
     }
 
-    fn destroy_stream(&self, _stream: Stream) {}
+    fn destroy_stream(&self, stream: Stream) {
+        let mut inner = self.lock();
+        let Inner { streams, hardware_queues, completions, .. } = &mut *inner;
+        let state = &mut streams[stream.0 as usize];
+        for ticket in state.ops.drain(..).filter_map(|queued| queued.ticket) {
+            hardware_queues[state.hardware_queue].retain(|t| *t != ticket);
+            *completions += 1;
+        }
+    }
 
     fn copy(&self, stream: Stream, copy: &Copy2d) -> Result<()> {
         self.enqueue(stream, Op::Copy { copy: *copy, rows_done: 0 })
@@ -532,7 +540,17 @@ impl Gpu for SimGpu {
         self.enqueue(stream, Op::WaitEvent(event.0))
     }
 
+    /// In an order that the seed draws: nobody may rely on one.
+    fn copy_batch(&self, stream: Stream, copies: &[Copy2d]) -> Result<()> {
+        let mut copies = copies.to_vec();
+        self.lock().scheduler.rng().shuffle(&mut copies);
+        copies.iter().try_for_each(|copy| self.copy(stream, copy))
+    }
+
     unsafe fn launch(&self, stream: Stream, launch: &Launch<'_>) -> Result<()> {
+        if launch.cluster == 0 || !launch.grid.is_multiple_of(launch.cluster) {
+            return Err(driver_error("launch", format!("{} blocks in clusters of {}", launch.grid, launch.cluster)));
+        }
         self.enqueue(
             stream,
             Op::Launch {

@@ -9,7 +9,7 @@ use crate::plan::{Node, Rank};
 use std::sync::Arc;
 use tide_device::abi::fault::WaitTag;
 use tide_device::abi::kernel::Kernel;
-use tide_device::abi::params::LoopbackHandle;
+use tide_device::abi::params::{LoopbackHandle, Piece};
 use tide_device::gin::loopback::shared_bytes;
 
 /// The loopback network over one arena.
@@ -90,15 +90,13 @@ impl Net for Loopback {
     }
 
     fn put(&self, stream: Stream, put: &HostPut) -> Result<()> {
-        let base = |rank: Rank| self.arena.base(rank).0;
-        let destination = base(self.peer(put.from, put.to)) + put.destination_offset;
-        let head = put.head_bytes.min(put.bytes);
-        let pieces = [(put.head_offset, 0, head), (put.source_offset, head, put.bytes - head)];
-        for (source, at, bytes) in pieces.into_iter().filter(|p| p.2 > 0) {
-            let (to, from) = (DevicePtr(destination + at), DevicePtr(base(put.from) + source));
-            self.gpu.copy(stream, &Copy2d::flat(to, from, bytes))?;
+        let Piece { source_offset, destination_offset, bytes } = put.piece;
+        if bytes > 0 {
+            let source = DevicePtr(self.arena.base(put.from).0 + source_offset);
+            let destination = DevicePtr(self.arena.base(self.peer(put.from, put.to)).0 + destination_offset);
+            self.gpu.copy(stream, &Copy2d::flat(destination, source, bytes))?;
         }
-        self.signal(stream, put.from, put.to, put.signal, put.value)
+        put.signal.map_or(Ok(()), |(signal, value)| self.signal(stream, put.from, put.to, signal, value))
     }
 
     fn signal(&self, stream: Stream, from: Rank, to: Node, signal: u32, value: u64) -> Result<()> {

@@ -10,6 +10,7 @@ use crate::gpu::{DevicePtr, Stream};
 use crate::plan::{Node, Rank};
 use tide_device::abi::fault::WaitTag;
 use tide_device::abi::kernel::Kernel;
+use tide_device::abi::params::Piece;
 
 /// Who drives the network rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -21,27 +22,17 @@ pub enum Path {
     Host,
 }
 
-/// A transfer on the host path.
+/// A put on the host path.
 #[derive(Debug, Clone, Copy)]
 pub struct HostPut {
     /// The rank that sends.
     pub from: Rank,
     /// The node of its rail peer.
     pub to: Node,
-    /// Symmetric offset of the first `head_bytes`, in the sender's arena.
-    pub head_offset: u64,
-    /// Bytes that lie apart from the rest.
-    pub head_bytes: u64,
-    /// Symmetric offset of the rest, in the sender's arena.
-    pub source_offset: u64,
-    /// Symmetric offset of the destination, in the peer's arena.
-    pub destination_offset: u64,
-    /// Bytes of the whole transfer.
-    pub bytes: u64,
-    /// Signal at the peer that is raised once the data is there.
-    pub signal: u32,
-    /// What it is raised to: one more than before.
-    pub value: u64,
+    /// What lies where.
+    pub piece: Piece,
+    /// A signal at the peer that is raised once the data is there, and to what: one more than before.
+    pub signal: Option<(u32, u64)>,
 }
 
 /// The rails over one arena.
@@ -59,7 +50,7 @@ pub trait Net: Send + Sync {
     /// Dynamic shared memory that each warp of these kernels needs, bytes.
     fn shared_bytes_per_warp(&self) -> u32;
 
-    /// Enqueues a transfer with its signal.
+    /// Enqueues a put, and its signal if it has one.
     ///
     /// # Errors
     /// What the back end refuses.

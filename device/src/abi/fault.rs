@@ -29,11 +29,13 @@ pub enum WaitKind {
     GatherDone = 10,
     /// A network round of an all-gather has arrived here.
     RoundArrived = 11,
+    /// The target of an all-gather's next round has the lead of the round before.
+    Pace = 12,
 }
 
 impl WaitKind {
     /// Every kind, for decoding a record.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Credit,
         Self::Arrival,
         Self::StageFull,
@@ -45,6 +47,7 @@ impl WaitKind {
         Self::LandingFree,
         Self::GatherDone,
         Self::RoundArrived,
+        Self::Pace,
     ];
 }
 

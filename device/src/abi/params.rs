@@ -142,7 +142,10 @@ pub struct LoopbackHandle {
 
 assert_layout!(LoopbackHandle, size 32, arenas at 0, signals_offset at 8, context_count at 16, own_node at 24);
 
-/// One transfer that a rank sends in a round.
+/// The signal that is none.
+pub const NO_SIGNAL: u32 = u32::MAX;
+
+/// One transfer that a rank sends in a round: a lead, which has signals of its own, and what follows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct NetPut {
@@ -153,22 +156,58 @@ pub struct NetPut {
     /// Credit signal here that the peer raises.
     pub credit: u32,
     /// By how much the peer's credits run ahead: 1 where the area is free before the first call.
-    pub credit_lead: u32,
+    pub credit_ahead: u32,
+    /// First lead signal at the peer; not used where there is no lead.
+    pub lead_signal: u32,
+    /// Signal here that says that the peer is ready for this round, or [`NO_SIGNAL`].
+    pub pace: u32,
+    /// Bytes of the lead, a multiple of 16.
+    pub lead_bytes: u64,
     /// Byte offset of the source in this rank's arena: of the ring of blocks that it is one of, if it is.
     pub source_offset: u64,
     /// Number of the source's block in its pass; see [`NetParams::block_first`].
     pub source_block: u64,
-    /// Byte offset of the transfer's first `head_bytes` in this rank's arena; the rest follows from `source_offset` on.
-    pub head_offset: u64,
+    /// Byte offset of the transfer's first `apart_bytes` in this rank's arena; the rest follows from `source_offset` on.
+    pub apart_offset: u64,
     /// Bytes that lie apart from the rest, a multiple of 16; 0 if all lie together.
-    pub head_bytes: u64,
+    pub apart_bytes: u64,
     /// Byte offset of the destination in the peer's arena.
     pub destination_offset: u64,
     /// Bytes of the whole transfer, a multiple of 16; 0 sends the signals alone.
     pub bytes: u64,
 }
 
-assert_layout!(NetPut, size 64, peer at 0, source_offset at 16, source_block at 24, head_offset at 32, bytes at 56);
+assert_layout!(NetPut, size 80, peer at 0, lead_signal at 16, lead_bytes at 24, source_block at 40, bytes at 72);
+
+/// A piece of a transfer that lies in one run at its source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Piece {
+    /// Byte offset in the sender's arena.
+    pub source_offset: u64,
+    /// Byte offset in the receiver's arena.
+    pub destination_offset: u64,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+impl NetPut {
+    /// Bytes `first..first + bytes` of the transfer, in the one or two pieces that lie in one run; a piece may be empty.
+    /// `source_offset` is that of [`NetParams::source_offset`].
+    #[inline(always)]
+    pub const fn pieces(&self, source_offset: u64, first: u64, bytes: u64) -> [Piece; 2] {
+        let apart = self.apart_bytes.saturating_sub(first);
+        let apart = if apart < bytes { apart } else { bytes };
+        let destination_offset = self.destination_offset + first;
+        [
+            Piece { source_offset: self.apart_offset + first, destination_offset, bytes: apart },
+            Piece {
+                source_offset: source_offset + (first + apart).saturating_sub(self.apart_bytes),
+                destination_offset: destination_offset + apart,
+                bytes: bytes - apart,
+            },
+        ]
+    }
+}
 
 /// One transfer that a rank expects in a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
@@ -178,11 +217,21 @@ pub struct NetArrival {
     pub peer: u32,
     /// First data signal here; context `x` uses `signal + x`.
     pub signal: u32,
-    /// Bytes expected: tells which contexts carry a signal.
+    /// First lead signal here; not used where there is no lead.
+    pub lead_signal: u32,
+    /// Node of the rail peer that is told once the lead is here; it puts to this rank in the next round.
+    pub pace_peer: u32,
+    /// The signal there by which it is told, or [`NO_SIGNAL`].
+    pub pace_signal: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// Bytes of the lead.
+    pub lead_bytes: u64,
+    /// Bytes expected in all: tells which contexts carry a signal.
     pub bytes: u64,
 }
 
-assert_layout!(NetArrival, size 16, peer at 0, bytes at 8);
+assert_layout!(NetArrival, size 40, peer at 0, lead_signal at 8, pace_signal at 16, lead_bytes at 24, bytes at 32);
 
 /// One round: a range of puts and a range of arrivals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
@@ -264,7 +313,7 @@ pub struct NetParams {
 assert_layout!(NetParams, size 80, ranks at 0, sequence at 16, block_first at 32, round_first at 64, stripe_bytes at 72);
 
 impl NetParams {
-    /// Byte offset in this rank's arena of what follows a put's head.
+    /// Byte offset in this rank's arena of what follows a put's apart piece.
     #[inline(always)]
     pub const fn source_offset(&self, put: &NetPut) -> u64 {
         let slot = (self.block_first + put.source_block) % self.block_count;

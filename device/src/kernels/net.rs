@@ -5,17 +5,18 @@
 //!
 //! ```text
 //! for each round:
-//!     warp x, for puts x, x + warps, …:   wait for the peer's credit; put in stripes, dealt to the contexts in turn;
-//!                                         a strong signal on the last stripe of each context; flush
-//!     warp x, for arrivals x, x + warps, …: wait for the data signal of each context
-//!     block barrier; raise the progress word
+//!     warp x, for puts x, x + warps, …:   wait for the peer's credit, and that it is ready for the round; put lead and
+//!                                         rest in stripes, dealt to the contexts in turn, each with a strong signal on the
+//!                                         last stripe of each context
+//!     warp x, for arrivals x, x + warps, …: wait for the lead, and tell who puts here in the next round; wait for the rest
+//!     flush; block barrier; raise the progress word
 //! ```
 //!
 //! Invariants: I3, a put waits for the credit of its destination, and a round ends with a flush, after which the
 //! outbox blocks it sent may be reused; I4, every wait's producer is in this launch or enqueued before it.
 
 use crate::abi::fault::{WaitKind, WaitTag};
-use crate::abi::params::{NetArrival, NetParams, NetPut, NetRank, NetRound};
+use crate::abi::params::{NO_SIGNAL, NetArrival, NetParams, NetPut, NetRank, NetRound};
 use crate::abi::signal::reached;
 use crate::arch::machine::WaitScope;
 use crate::arch::{atomic, barrier, fence, shared, thread};
@@ -58,15 +59,29 @@ pub unsafe fn net<G: Gin>(params: *const NetParams) {
             for i in mine(round.put_count) {
                 // SAFETY: as above.
                 let put = unsafe { *(rank.puts as *const NetPut).add((round.put_first + i) as usize) };
-                wait_credit(p, rank, &round, &put, gin);
-                post(p, &put, gin);
+                let credit = p.sequence - u64::from(put.credit_ahead);
+                wait_signal(p, rank, &round, put.peer, WaitKind::Credit, put.credit, credit, gin);
+                if put.pace != NO_SIGNAL {
+                    wait_signal(p, rank, &round, put.peer, WaitKind::Pace, put.pace, p.sequence, gin);
+                }
+                if put.lead_bytes > 0 {
+                    post(p, &put, 0, put.lead_bytes, put.lead_signal, gin);
+                }
+                post(p, &put, put.lead_bytes, put.bytes - put.lead_bytes, put.signal, gin);
             }
-            gin.flush();
             for i in mine(round.arrival_count) {
                 // SAFETY: as above.
                 let arrival = unsafe { *(rank.arrivals as *const NetArrival).add((round.arrival_first + i) as usize) };
-                wait_arrival(p, rank, &round, &arrival, gin);
+                if arrival.lead_bytes > 0 {
+                    wait_arrival(p, rank, &round, &arrival, arrival.lead_signal, arrival.lead_bytes, gin);
+                }
+                if arrival.pace_signal != NO_SIGNAL {
+                    // SAFETY: the table names a signal of the peer.
+                    unsafe { gin.signal(0, arrival.pace_peer, arrival.pace_signal) };
+                }
+                wait_arrival(p, rank, &round, &arrival, arrival.signal, arrival.bytes - arrival.lead_bytes, gin);
             }
+            gin.flush();
         }
         barrier::sync_block();
         // ORDER: what arrived was written by the peers' async proxy and acquired generically; a later round may read
@@ -93,51 +108,73 @@ fn tag(p: &NetParams, rank: &NetRank, round: &NetRound, peer: u32, kind: WaitKin
     }
 }
 
-fn wait_credit<G: Gin>(p: &NetParams, rank: &NetRank, round: &NetRound, put: &NetPut, gin: &G) {
-    let expected = p.sequence - u64::from(put.credit_lead);
+/// Waits until a signal of this rank, which the rail peer on `peer` raises, has reached `expected`.
+#[allow(clippy::too_many_arguments)]
+#[inline(always)]
+fn wait_signal<G: Gin>(
+    p: &NetParams,
+    rank: &NetRank,
+    round: &NetRound,
+    peer: u32,
+    kind: WaitKind,
+    signal: u32,
+    expected: u64,
+    gin: &G,
+) {
     wait::until(
         rank.deadline,
         WaitScope::System,
-        || (tag(p, rank, round, put.peer, WaitKind::Credit), 0, expected),
+        || (tag(p, rank, round, peer, kind), 0, expected),
         || {
-            // ORDER: acquire, partner: the peer's finalizer; the peer has read what this put overwrites.
+            // ORDER: acquire; partner of a credit: the peer's finalizer, which has read what the put overwrites; of a
+            // pace signal: the peer's network kernel.
             // SAFETY: the table names signals of this rank.
-            let seen = unsafe { gin.read_signal(put.credit) };
+            let seen = unsafe { gin.read_signal(signal) };
             Look { holds: reached(seen, expected), seen }
         },
     );
 }
 
-fn post<G: Gin>(p: &NetParams, put: &NetPut, gin: &mut G) {
-    let contexts = active_contexts(put.bytes, p.stripe_bytes, gin.context_count());
-    let stripes = put.bytes.div_ceil(p.stripe_bytes).max(1);
+/// Puts bytes `first..first + bytes` of a transfer, in stripes, with their signals.
+#[inline(always)]
+fn post<G: Gin>(p: &NetParams, put: &NetPut, first: u64, bytes: u64, signal: u32, gin: &mut G) {
+    let contexts = active_contexts(bytes, p.stripe_bytes, gin.context_count());
+    let stripes = bytes.div_ceil(p.stripe_bytes).max(1);
     let source_offset = p.source_offset(put);
     for stripe in 0..stripes {
         let context = (stripe % u64::from(contexts)) as u32;
         let offset = stripe * p.stripe_bytes;
-        let bytes = (put.bytes - offset).min(p.stripe_bytes);
         let is_last_of_context = stripe + u64::from(contexts) >= stripes;
-        let signal = is_last_of_context.then_some(put.signal + context);
-        // A stripe may begin in the head and end behind it.
-        let head = put.head_bytes.saturating_sub(offset).min(bytes);
+        let signal = is_last_of_context.then_some(signal + context);
+        let stripe_bytes = (bytes - offset).min(p.stripe_bytes);
+        // A stripe may begin apart and end in the rest.
+        let [apart, rest] = put.pieces(source_offset, first + offset, stripe_bytes);
         // SAFETY: the table's ranges lie in the arenas; the peer's credit was awaited; the source is kept until the
         // flush at the end of the round.
         unsafe {
-            let destination = put.destination_offset + offset;
-            if head > 0 {
-                let signal = signal.filter(|_| head == bytes);
-                gin.put(context, put.peer, destination, put.head_offset + offset, head, signal);
+            if apart.bytes > 0 {
+                let signal = signal.filter(|_| rest.bytes == 0);
+                gin.put(context, put.peer, apart.destination_offset, apart.source_offset, apart.bytes, signal);
             }
-            if head < bytes || bytes == 0 {
-                let source = source_offset + (offset + head - put.head_bytes);
-                gin.put(context, put.peer, destination + head, source, bytes - head, signal);
+            if rest.bytes > 0 || stripe_bytes == 0 {
+                gin.put(context, put.peer, rest.destination_offset, rest.source_offset, rest.bytes, signal);
             }
         }
     }
 }
 
-fn wait_arrival<G: Gin>(p: &NetParams, rank: &NetRank, round: &NetRound, arrival: &NetArrival, gin: &G) {
-    for context in 0..active_contexts(arrival.bytes, p.stripe_bytes, gin.context_count()) {
+/// Waits for `bytes` of a transfer: for the signal of every context that carries some.
+#[inline(always)]
+fn wait_arrival<G: Gin>(
+    p: &NetParams,
+    rank: &NetRank,
+    round: &NetRound,
+    arrival: &NetArrival,
+    signal: u32,
+    bytes: u64,
+    gin: &G,
+) {
+    for context in 0..active_contexts(bytes, p.stripe_bytes, gin.context_count()) {
         wait::until(
             rank.deadline,
             WaitScope::System,
@@ -145,7 +182,7 @@ fn wait_arrival<G: Gin>(p: &NetParams, rank: &NetRank, round: &NetRound, arrival
             || {
                 // ORDER: acquire, partner: the strong signal of the peer's put.
                 // SAFETY: the table names signals of this rank.
-                let seen = unsafe { gin.read_signal(arrival.signal + context) };
+                let seen = unsafe { gin.read_signal(signal + context) };
                 Look { holds: reached(seen, p.sequence), seen }
             },
         );

@@ -1,6 +1,6 @@
 //! One group of a ring: where its shards lie, and the rounds that move them.
 
-use super::{GatherGroup, Regions};
+use super::{GatherGroup, Regions, RingOptions};
 use crate::arena::{Arena, REGION_ALIGN_BYTES, Region};
 use crate::collectives::rounds::{RankRound, Rounds};
 use crate::collectives::{Communicator, check_fast_path};
@@ -10,7 +10,7 @@ use crate::layout::{Dtype, GroupLayout};
 use crate::plan::{GatherRound, Node, Rank, Topology};
 use std::sync::Arc;
 use tide_device::abi::fault::Operation;
-use tide_device::abi::params::{CastSegment, Credit, NetArrival, NetPut};
+use tide_device::abi::params::{CastSegment, Credit, NO_SIGNAL, NetArrival, NetPut};
 
 pub(super) struct GroupState {
     pub(super) layout: GroupLayout,
@@ -52,10 +52,18 @@ impl GroupState {
         gather_rounds: &[GatherRound],
         layout: GroupLayout,
         shards: Option<Region>,
-        ring_slot: usize,
+        (ring_slot, options): (usize, RingOptions),
     ) -> Result<Self> {
-        let places = Places { regions, shards, slot_bytes: slot_bytes(&layout) };
-        let (rounds, credits) = network_tables(comm, gather_rounds, &places);
+        let places = Places {
+            regions,
+            shards,
+            slot_bytes: slot_bytes(&layout),
+            node_count: comm.topology().node_count(),
+            round_count: gather_rounds.len() as u32,
+            context_count: comm.options().context_count,
+            lead_bytes_total: options.lead_bytes_total,
+        };
+        let (rounds, credits) = network_tables(comm.topology(), gather_rounds, &places);
         let progress = |rank: Rank| arena.signal(rank, regions.progress.signal(0)).0;
         let rounds = Rounds::new(comm, arena, Operation::AllGather, rounds, credits, progress)?;
         let cast_tables = comm.topology().ranks().map(|_| None).collect();
@@ -64,7 +72,15 @@ impl GroupState {
 
     /// Region and byte offset of a stage slot.
     pub(super) fn stage_slot(&self, regions: &Regions, slot: u32) -> (Region, u64) {
-        Places { regions, shards: self.shards, slot_bytes: self.slot_bytes }.stage_slot(slot)
+        stage_slot(regions, self.shards, self.slot_bytes, slot)
+    }
+}
+
+fn stage_slot(regions: &Regions, shards: Option<Region>, slot_bytes: u64, slot: u32) -> (Region, u64) {
+    match (shards, slot) {
+        (Some(shards), 0) => (shards, 0),
+        (Some(_), _) => (regions.stage, u64::from(slot - 1) * slot_bytes),
+        (None, _) => (regions.stage, u64::from(slot) * slot_bytes),
     }
 }
 
@@ -73,70 +89,111 @@ struct Places<'a> {
     regions: &'a Regions,
     shards: Option<Region>,
     slot_bytes: u64,
+    node_count: u32,
+    round_count: u32,
+    context_count: u32,
+    /// 0 for rounds that are not paced.
+    lead_bytes_total: u64,
 }
 
 impl Places<'_> {
-    fn stage_slot(&self, slot: u32) -> (Region, u64) {
-        match (self.shards, slot) {
-            (Some(shards), 0) => (shards, 0),
-            (Some(_), _) => (self.regions.stage, u64::from(slot - 1) * self.slot_bytes),
-            (None, _) => (self.regions.stage, u64::from(slot) * self.slot_bytes),
-        }
-    }
-
     /// Symmetric offset of `count` slots from `first` on, none of which is a resident shard.
     fn staged(&self, first: u32, count: u32) -> u64 {
-        let (region, offset) = self.stage_slot(first);
+        let (region, offset) = stage_slot(self.regions, self.shards, self.slot_bytes, first);
         region.symmetric_offset(offset, u64::from(count) * self.slot_bytes)
     }
 
     /// What a round sends: slots `0..slots`, of which a resident shard lies apart.
-    fn put(&self, round: &GatherRound, target: Node, signal: u32, credit: u32) -> NetPut {
-        let (head_offset, head_bytes, source_offset) = match self.shards {
+    fn put(&self, round: &GatherRound, node: Node) -> NetPut {
+        let target = round.target(self.node_count, node);
+        let (apart_offset, apart_bytes, source_offset) = match self.shards {
             Some(shards) if round.slots > 1 => {
                 (shards.symmetric_offset(0, self.slot_bytes), self.slot_bytes, self.staged(1, round.slots - 1))
             }
             Some(shards) => (0, 0, shards.symmetric_offset(0, self.slot_bytes)),
             None => (0, 0, self.staged(0, round.slots)),
         };
+        let is_paced = self.is_paced() && round.index > 0;
         NetPut {
             peer: target.0,
-            signal,
-            credit,
-            credit_lead: 1,
+            signal: self.data(node),
+            credit: self.regions.credit.signal(target.0),
+            credit_ahead: 1,
+            lead_signal: self.lead_signal(round.index),
+            pace: if is_paced { self.regions.pace.signal(round.index) } else { NO_SIGNAL },
+            lead_bytes: self.lead_bytes(round),
             source_offset,
             source_block: 0,
-            head_offset,
-            head_bytes,
+            apart_offset,
+            apart_bytes,
             destination_offset: self.staged(round.received_slots().start, round.slots),
-            bytes: u64::from(round.slots) * self.slot_bytes,
+            bytes: self.bytes(round),
         }
+    }
+
+    /// What a round brings, and whom its lead lets go on.
+    fn arrival(&self, round: &GatherRound, next: Option<&GatherRound>, node: Node) -> NetArrival {
+        let source = round.source(self.node_count, node);
+        let paced = next.filter(|_| self.is_paced());
+        NetArrival {
+            peer: source.0,
+            signal: self.data(source),
+            lead_signal: self.lead_signal(round.index),
+            pace_peer: paced.map_or(0, |next| next.source(self.node_count, node).0),
+            pace_signal: paced.map_or(NO_SIGNAL, |next| self.regions.pace.signal(next.index)),
+            reserved: 0,
+            lead_bytes: self.lead_bytes(round),
+            bytes: self.bytes(round),
+        }
+    }
+
+    fn bytes(&self, round: &GatherRound) -> u64 {
+        u64::from(round.slots) * self.slot_bytes
+    }
+
+    fn data(&self, source: Node) -> u32 {
+        self.regions.data.signal(source.0 * self.context_count)
+    }
+
+    fn is_paced(&self) -> bool {
+        self.lead_bytes_total > 0
+    }
+
+    /// The leads of all rounds but the last, which lets nobody go on, are equal and add up to the total at most.
+    fn lead_bytes(&self, round: &GatherRound) -> u64 {
+        let paced_rounds = u64::from(self.round_count.saturating_sub(1));
+        if u64::from(round.index) >= paced_rounds {
+            return 0;
+        }
+        let lead = self.lead_bytes_total / paced_rounds;
+        (lead - lead % 16).min(self.bytes(round))
+    }
+
+    fn lead_signal(&self, round: u32) -> u32 {
+        self.regions.lead.signal(round * self.context_count)
     }
 }
 
 /// Every rank's rounds, and the credits that it returns at the end of a call.
 fn network_tables(
-    comm: &Communicator,
+    topology: Topology,
     gather_rounds: &[GatherRound],
     places: &Places<'_>,
 ) -> (Vec<Vec<RankRound>>, Vec<Vec<Vec<Credit>>>) {
-    let topology = comm.topology();
-    let m = topology.node_count();
-    let data = |node: Node| places.regions.data.signal(node.0 * comm.options().context_count);
     let rounds_of = |rank: Rank| {
         let node = topology.node_of(rank);
-        let of_round = |round: &GatherRound| {
-            let (target, source) = (round.target(m, node), round.source(m, node));
-            let put = places.put(round, target, data(node), places.regions.credit.signal(target.0));
-            let arrival = NetArrival { peer: source.0, signal: data(source), bytes: put.bytes };
-            RankRound { puts: vec![put], arrivals: vec![arrival], wave: 0, round: round.index }
+        let of_round = |(index, round): (usize, &GatherRound)| RankRound {
+            puts: vec![places.put(round, node)],
+            arrivals: vec![places.arrival(round, gather_rounds.get(index + 1), node)],
+            wave: 0,
+            round: round.index,
         };
-        gather_rounds.iter().map(of_round).collect()
+        gather_rounds.iter().enumerate().map(of_round).collect()
     };
     let credits_of = |rank: Rank| {
         let node = topology.node_of(rank);
         let own = places.regions.credit.signal(node.0);
-        let credit = |r: &GatherRound| Credit { peer: r.source(m, node).0, signal: own };
+        let credit = |r: &GatherRound| Credit { peer: r.source(places.node_count, node).0, signal: own };
         vec![gather_rounds.iter().map(credit).collect()]
     };
     (topology.ranks().map(rounds_of).collect(), topology.ranks().map(credits_of).collect())

@@ -19,6 +19,8 @@
 //! | gathered | each local rank, per local rank | it | calls | its shards are in all local landings |
 //! | data | receiver, per source node and context | the put | calls | the round's slots are there |
 //! | credit | sender, per target node | the receiver | calls | the receiver has scattered and sent on what the put overwrites |
+//! | lead | receiver, per round and context | the put | calls | the first bytes of the round are there |
+//! | pace | sender, per round | its target | calls | the target has the lead of the round before |
 //! | progress | the rank itself (device path) | its network kernel | rounds | the round has arrived |
 
 mod group;
@@ -57,11 +59,14 @@ pub struct GatherGroup {
 pub struct RingOptions {
     /// Ring slots: with a prefetch depth of one, two groups are unsharded at once.
     pub slot_count: u32,
+    /// Bytes, over all rounds, of the leads that pace them: a round starts once the lead of the round before has arrived at
+    /// its target, so that puts of several peers do not meet at one receiver [TIDE §3.1]. 0 lets rounds start at will.
+    pub lead_bytes_total: u64,
 }
 
 impl Default for RingOptions {
     fn default() -> Self {
-        Self { slot_count: 2 }
+        Self { slot_count: 2, lead_bytes_total: 8 << 20 }
     }
 }
 
@@ -100,6 +105,8 @@ struct Regions {
     data: Signals,
     credit: Signals,
     progress: Signals,
+    lead: Signals,
+    pace: Signals,
 }
 
 struct RankStreams {
@@ -149,6 +156,7 @@ impl GatherRing {
         let layouts = groups.iter().map(|g| group::lay_out(g, topology)).collect::<Result<Vec<_>>>()?;
         let (m, l) = (topology.node_count(), topology.local_rank_count());
         let slot_count = (options.slot_count as usize).min(groups.len());
+        let gather_rounds = gather_rounds(m);
         let mut arena_layout = ArenaLayout::default();
         let largest = |slot: usize| layouts.iter().skip(slot).step_by(slot_count).map(GroupLayout::landing_bytes).max();
         let ring_slots =
@@ -162,6 +170,8 @@ impl GatherRing {
             data: arena_layout.signals(m * comm.options().context_count),
             credit: arena_layout.signals(m),
             progress: arena_layout.signals(1),
+            lead: arena_layout.signals(gather_rounds.len() as u32 * comm.options().context_count),
+            pace: arena_layout.signals(gather_rounds.len() as u32),
         };
         let shards: Vec<Option<Region>> = layouts
             .iter()
@@ -169,10 +179,17 @@ impl GatherRing {
             .map(|(layout, g)| (!g.cast).then(|| arena_layout.region("resident shard", group::slot_bytes(layout))))
             .collect();
         let arena = Arc::new(Arena::new(comm.gpu(), topology, arena_layout, |r| comm.device_of(r))?);
-        let gather_rounds = gather_rounds(m);
         let mut states = Vec::new();
         for (index, (layout, shards)) in layouts.into_iter().zip(shards).enumerate() {
-            states.push(GroupState::new(comm, &arena, &regions, &gather_rounds, layout, shards, index % slot_count)?);
+            states.push(GroupState::new(
+                comm,
+                &arena,
+                &regions,
+                &gather_rounds,
+                layout,
+                shards,
+                (index % slot_count, options),
+            )?);
         }
         let (mut streams, mut net_streams) = (Vec::new(), Vec::new());
         for rank in topology.ranks() {
@@ -442,7 +459,7 @@ impl GatherRing {
         };
         let block = self.comm.gpu().properties(self.comm.device_of(rank)).shape.plain_threads;
         let params = bytemuck::bytes_of(&params);
-        let launch = Launch { kernel: Kernel::Cast, grid: CAST_CTAS, block, shared_bytes: 0, params };
+        let launch = Launch { kernel: Kernel::Cast, grid: CAST_CTAS, block, cluster: 1, shared_bytes: 0, params };
         // SAFETY: the table is kept until the next cast, masters until `read` by the caller, as checked.
         unsafe { self.comm.gpu().launch(stream, &launch) }
     }
@@ -465,7 +482,7 @@ impl GatherRing {
         let source_rank = u64::from(topology.rank(source_node, topology.local_of(rank)).0);
         let rank_pitch = u64::from(topology.local_rank_count());
         let (region, slot_first) = state.stage_slot(&self.regions, first);
-        let mut descriptors = 0;
+        let mut copies = Vec::new();
         for (index, p) in state.layout.parameters().iter().enumerate().filter(|(_, p)| p.shard_bytes > 0) {
             let rows = u64::from(count);
             let landing_offset = state.layout.landing_offset_bytes(index, source_rank);
@@ -473,20 +490,19 @@ impl GatherRing {
             let slot_span = (rows - 1) * state.slot_bytes + p.shard_bytes;
             let source = self.arena.at(rank, region, slot_first + p.shard_offset_bytes, slot_span);
             for destination in self.landings(group, rank, landing_offset, landing_span) {
-                let copy = Copy2d {
+                copies.push(Copy2d {
                     destination,
                     destination_pitch_bytes: rank_pitch * p.shard_bytes,
                     source,
                     source_pitch_bytes: state.slot_bytes,
                     width_bytes: p.shard_bytes,
                     rows,
-                };
-                self.gpu().copy(stream, &copy)?;
-                descriptors += 1;
+                });
             }
         }
+        self.gpu().copy_batch(stream, &copies)?;
         if rank == Rank(0) {
-            self.descriptor_count += descriptors;
+            self.descriptor_count += copies.len() as u64;
         }
         Ok(())
     }

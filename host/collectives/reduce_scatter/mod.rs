@@ -190,7 +190,22 @@ impl ReduceScatter {
     /// [`TideError::Usage`] for wrong counts, sizes, alignments or null addresses, before anything is enqueued;
     /// [`TideError::Poisoned`]; what the driver refuses.
     pub fn enqueue(&mut self, ranks: &[RankGradients], scale: Scale) -> Result<Vec<RankEvents>> {
+        self.enqueue_behind(ranks, scale, &vec![None; ranks.len()])
+    }
+
+    /// As [`ReduceScatter::enqueue`], with a prefetch gate per rank: an event before which the network phase does not
+    /// start, so that an all-gather issued meanwhile goes first. Reads do not wait for it [TIDE App. E alg. 1 l. 10].
+    ///
+    /// # Errors
+    /// As [`ReduceScatter::enqueue`].
+    pub fn enqueue_behind(
+        &mut self,
+        ranks: &[RankGradients],
+        scale: Scale,
+        gates: &[Option<Event>],
+    ) -> Result<Vec<RankEvents>> {
         self.comm.check()?;
+        check_rank_count(gates.len(), self.topology().rank_count())?;
         self.check_arguments(ranks)?;
         self.descriptor_count = 0;
         let bank = (self.epoch % 2) as u32;
@@ -207,6 +222,9 @@ impl ReduceScatter {
         }
         let mut call = Call::new(ranks, scale, bank);
         self.read_phase(&mut call)?;
+        for (stream, gate) in self.net_streams.iter().zip(gates) {
+            gate.map_or(Ok(()), |gate| self.gpu().wait_event(*stream, gate))?;
+        }
         self.network_phase(&mut call)?;
         let Call { read, done, .. } = call;
         for rank in self.topology().ranks() {

@@ -223,6 +223,7 @@ impl ReduceScatter {
             kernel: if multicast.is_some() { Kernel::LandMultimem } else { Kernel::LandPeer },
             grid: self.plan.land_cta_count,
             block: self.gpu().properties(self.comm.device_of(rank)).shape.plain_threads,
+            cluster: 1,
             shared_bytes: 0,
             params: bytemuck::bytes_of(&params),
         };

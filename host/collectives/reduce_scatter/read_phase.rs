@@ -138,36 +138,31 @@ impl ReduceScatter {
         let owner_local = topology.local_of(owner).0;
         let source_index = u64::from(if me.0 < owner_local { me.0 } else { me.0 - 1 });
         let first_rank = u64::from(topology.rank(destination, LocalRank(0)).0);
-        let mut descriptors = 0;
+        let (mut copies, mut fills) = (Vec::new(), Vec::new());
         for segment in &self.segments {
             let (first, end) = (range.start.max(segment.packed_first), range.end.min(segment.packed_end));
             if first >= end {
                 continue;
             }
             let within = first - segment.packed_first;
-            let mut copy = |row: u64, rows: u64, elems: u64| -> Result<()> {
+            let mut copy = |row: u64, rows: u64, elems: u64| {
                 let width_bytes = elems * item_bytes;
                 let offset = slot + (source_index * l + row) * pitch + (first - range.start) * item_bytes;
                 let span = (rows - 1) * pitch + width_bytes;
-                let target = self.arena.at(owner, self.regions.staging, offset, span);
-                descriptors += 1;
+                let destination = self.arena.at(owner, self.regions.staging, offset, span);
                 match given.gradients[segment.gradient as usize] {
                     Some(gradient) => {
                         let element = (first_rank + row) * segment.shard_elems() + within;
-                        let copy = Copy2d {
-                            destination: target,
+                        copies.push(Copy2d {
+                            destination,
                             destination_pitch_bytes: pitch,
                             source: DevicePtr(gradient.address.0 + element * item_bytes),
                             source_pitch_bytes: segment.shard_elems() * item_bytes,
                             width_bytes,
                             rows,
-                        };
-                        self.gpu().copy(stream, &copy)
+                        });
                     }
-                    None => {
-                        let fill = Fill2d { destination: target, pitch_bytes: pitch, width_bytes, rows, value: 0 };
-                        self.gpu().fill(stream, &fill)
-                    }
+                    None => fills.push(Fill2d { destination, pitch_bytes: pitch, width_bytes, rows, value: 0 }),
                 }
             };
             // Elements of the range that exist, row by row; they only decrease.
@@ -177,13 +172,15 @@ impl ReduceScatter {
             };
             let full_rows = (0..l).take_while(|&row| live(row) == end - first).count() as u64;
             if full_rows > 0 {
-                copy(0, full_rows, end - first)?;
+                copy(0, full_rows, end - first);
             }
             if full_rows < l && live(full_rows) > 0 {
-                copy(full_rows, 1, live(full_rows))?;
+                copy(full_rows, 1, live(full_rows));
             }
         }
-        Ok(descriptors)
+        self.gpu().copy_batch(stream, &copies)?;
+        fills.iter().try_for_each(|fill| self.gpu().fill(stream, fill))?;
+        Ok((copies.len() + fills.len()) as u64)
     }
 
     /// The packed positions of an item, in the sub-slice that `owner` sums.
@@ -268,6 +265,7 @@ impl ReduceScatter {
             kernel,
             grid: self.plan.sum_cta_count,
             block: shape.warp_size + consumers,
+            cluster: 1,
             shared_bytes: sum::shared_bytes(consumers, stage_count, self.dtype.bytes() as u32),
             params: bytemuck::bytes_of(&params),
         };

@@ -3,7 +3,7 @@
 use crate::arena::{ArenaLayout, Region, Signals};
 use crate::collectives::rounds::RankRound;
 use crate::plan::{Node, Rank, ReduceScatterPlan, Wave, latin_square};
-use tide_device::abi::params::{Credit, NetArrival, NetPut};
+use tide_device::abi::params::{Credit, NO_SIGNAL, NetArrival, NetPut};
 
 #[derive(Clone, Copy)]
 pub(super) struct Regions {
@@ -61,11 +61,14 @@ pub(super) fn network(
             signal: data(node),
             credit: regions.credit.signal(to.0),
             // The first wave on each generation of a pass needs the credit of the pass before.
-            credit_lead: u32::from(wave.index < plan.generation_count),
+            credit_ahead: u32::from(wave.index < plan.generation_count),
             source_offset: regions.outbox.symmetric_offset(0, 0),
             source_block: u64::from(contributor - 1),
-            head_offset: 0,
-            head_bytes: 0,
+            lead_signal: NO_SIGNAL,
+            pace: NO_SIGNAL,
+            lead_bytes: 0,
+            apart_offset: 0,
+            apart_bytes: 0,
             destination_offset: regions.inbox.symmetric_offset(inbox_block * block_bytes, block_bytes),
             bytes: block_bytes,
         }
@@ -73,7 +76,16 @@ pub(super) fn network(
     let source = |rank: Rank, contributor: u32| latin_square::source(m, topology.node_of(rank), contributor);
     let arrival = |rank: Rank, contributor: u32| {
         let from = source(rank, contributor);
-        NetArrival { peer: from.0, signal: data(from), bytes: block_bytes }
+        NetArrival {
+            peer: from.0,
+            signal: data(from),
+            lead_signal: NO_SIGNAL,
+            pace_peer: 0,
+            pace_signal: NO_SIGNAL,
+            reserved: 0,
+            lead_bytes: 0,
+            bytes: block_bytes,
+        }
     };
     let rounds_of = |rank: Rank| {
         let rounds = plan.waves.iter().flat_map(|wave| wave.rounds.iter().enumerate().map(move |r| (wave, r)));

@@ -290,6 +290,48 @@ impl Driver {
         }
     }
 
+    /// Whether the driver has the one call that this build knows for several copies: CUDA 13.0 and later.
+    pub fn has_batched_copies(self) -> bool {
+        cfg!(feature = "cuda-13000") && has_symbol("cuMemcpyBatchAsync_v2")
+    }
+
+    /// Copies runs of bytes between unified addresses, in any order among each other.
+    ///
+    /// # Safety
+    /// All ranges are valid until the copies are over, and [`Driver::has_batched_copies`] holds.
+    #[cfg(feature = "cuda-13000")]
+    pub unsafe fn copy_batch(self, to: &[u64], from: &[u64], bytes: &[usize], stream: sys::CUstream) -> Status {
+        let (mut to, mut from, mut bytes) = (to.to_vec(), from.to_vec(), bytes.to_vec());
+        // SAFETY: plain data, of which zero is a value: no hints, no flags.
+        let mut attributes: sys::CUmemcpyAttributes = unsafe { std::mem::zeroed() };
+        attributes.srcAccessOrder = sys::CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+        // The attributes hold from the first copy on.
+        let mut first = 0;
+        // SAFETY: the symbol is there, and the arrays outlive the call, by the caller's promise and by their owners here.
+        let code = unsafe {
+            sys::cuMemcpyBatchAsync_v2(
+                to.as_mut_ptr(),
+                from.as_mut_ptr(),
+                bytes.as_mut_ptr(),
+                bytes.len(),
+                &mut attributes,
+                &mut first,
+                1,
+                stream,
+            )
+        };
+        Status { call: "cuMemcpyBatchAsync_v2", code }
+    }
+
+    /// Never called: see [`Driver::has_batched_copies`].
+    ///
+    /// # Safety
+    /// None of it is ever needed.
+    #[cfg(not(feature = "cuda-13000"))]
+    pub unsafe fn copy_batch(self, _to: &[u64], _from: &[u64], _bytes: &[usize], _stream: sys::CUstream) -> Status {
+        Status { call: "cuMemcpyBatchAsync_v2", code: sys::CUresult::CUDA_ERROR_NOT_SUPPORTED }
+    }
+
     /// The CUDA version of the driver.
     ///
     /// # Errors

@@ -546,6 +546,21 @@ impl Gpu for CudaGpu {
         })
     }
 
+    /// Runs of bytes go in one call where the driver has it (13.0 and later), strided ones each by itself.
+    fn copy_batch(&self, stream: Stream, copies: &[Copy2d]) -> Result<()> {
+        let is_run = |c: &&Copy2d| c.rows == 1 && c.width_bytes > 0;
+        let runs: Vec<&Copy2d> = copies.iter().filter(is_run).collect();
+        if runs.len() < 2 || !self.driver.has_batched_copies() {
+            return copies.iter().try_for_each(|copy| self.copy(stream, copy));
+        }
+        let to: Vec<u64> = runs.iter().map(|c| c.destination.0).collect();
+        let from: Vec<u64> = runs.iter().map(|c| c.source.0).collect();
+        let bytes: Vec<usize> = runs.iter().map(|c| c.width_bytes as usize).collect();
+        // SAFETY: whoever enqueues keeps all ranges until the copies are over; the stream's context is current.
+        self.enqueue(stream, |t| unsafe { self.driver.copy_batch(&to, &from, &bytes, t.handle) }.ok())?;
+        copies.iter().filter(|c| !is_run(c)).try_for_each(|copy| self.copy(stream, copy))
+    }
+
     fn fill(&self, stream: Stream, fill: &Fill2d) -> Result<()> {
         if fill.rows == 0 || fill.width_bytes == 0 {
             return Ok(());
@@ -627,7 +642,8 @@ impl Gpu for CudaGpu {
             });
         }
         self.check_resident(device, launch)?;
-        let mut attributes = LaunchAttributes::default().to_driver();
+        let cluster = (launch.cluster != 1).then_some(launch.cluster);
+        let mut attributes = LaunchAttributes { cluster, priority: None }.to_driver();
         let config = sys::CUlaunchConfig {
             gridDimX: launch.grid,
             gridDimY: 1,
