@@ -91,7 +91,8 @@ mod tests {
         pool.give_back(b, event);
         let used = gpu.usage_bytes(0).0;
         assert_eq!((pool.live_bytes(), pool.allocated_bytes()), (0, 160));
-        assert_eq!(pool.take(stream, 64).unwrap().slice(), first);
+        let again = pool.take(stream, 64).unwrap();
+        assert_eq!(again.slice(), first);
         assert_eq!(gpu.usage_bytes(0).0, used, "nothing new is allocated");
         let other = pool.take(stream, 64).unwrap();
         assert_ne!(other.slice(), first);
