@@ -330,9 +330,21 @@ fn a_plan_tells_waves_memory_and_descriptors() {
     assert_eq!((&reduce["descriptors"], &reduce["descriptors_flat"]), (&(7 * 9 * 64).into(), &(7 * 9 * 64 * 8).into()));
     assert!(reduce["memory_bytes"].as_u64().unwrap() > 0);
     assert!((reduce["paper_ns_share"].as_f64().unwrap() - 0.594).abs() < 1e-3);
-    let reuse = tide_bench(&[&arguments[..], &["--slot-reuse", "--json", "-"]].concat());
-    let plan = &serde_json::from_slice::<Value>(&reuse.stdout).unwrap()["plan"];
-    assert!((plan["reduce_scatter"]["paper_ns_share"].as_f64().unwrap() - 0.164).abs() < 1e-3);
+    for reuse in [&["--slot-reuse"][..], &["--mode", "slot-reuse"]] {
+        let reuse = tide_bench(&[&arguments[..], reuse, &["--json", "-"]].concat());
+        let plan = &serde_json::from_slice::<Value>(&reuse.stdout).unwrap()["plan"];
+        assert!((plan["reduce_scatter"]["paper_ns_share"].as_f64().unwrap() - 0.164).abs() < 1e-3);
+    }
+}
+
+/// The paper's example: 0.594 and 0.164 NS to reduce, 3.72 and 2.29 NS for a layer's backward.
+#[test]
+fn the_bounds_of_both_modes_are_the_papers() {
+    let base = ["plan", "--nodes", "64", "--gpus", "8", "--preset", "llama-3.1-70b-vocab", "--k", "4", "--mode"];
+    for (mode, area, layer) in [("in-place", " 0.594 NS", " 3.72 NS"), ("slot-reuse", " 0.164 NS", " 2.29 NS")] {
+        let words = stdout(&tide_bench(&[&base[..], &[mode]].concat()));
+        assert!(words.contains(area) && words.contains(layer), "{words}");
+    }
 }
 
 #[test]

@@ -4,11 +4,15 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use tide_gpu::Path;
+use tide_gpu::plan::Mode;
+
+use crate::replay::ReplayArgs;
 
 /// The largest node count that the planner is validated for.
-const NODES_MAX: i64 = 1024;
+pub const NODES_MAX: i64 = 1024;
 /// The largest number of GPUs behind one switch.
-const GPUS_MAX: i64 = 8;
+pub const GPUS_MAX: i64 = 8;
 
 const AFTER_HELP: &str = "\
 Data:
@@ -57,6 +61,9 @@ pub enum Command {
     Run(Box<RunArgs>),
     /// Print what would be placed where, in how many waves, with how much memory; run nothing.
     Plan(Box<PlanArgs>),
+    /// Replay training steps of a few layers: all-gathers, reduce-scatters and their memory, as FSDP2 would have them.
+    #[command(after_help = crate::replay::AFTER_HELP)]
+    Replay(Box<ReplayArgs>),
     /// Print what this machine has, and what each lack costs. Exit status: 0 nothing is lacking, 10 it runs with
     /// fallbacks, 20 no GPU can be used.
     Doctor,
@@ -103,6 +110,43 @@ pub enum NetworkPath {
     Device,
     /// The host posts them.
     Host,
+}
+
+impl NetworkPath {
+    /// The name in the table.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Device => "device",
+            Self::Host => "host",
+        }
+    }
+}
+
+impl From<NetworkPath> for Path {
+    fn from(word: NetworkPath) -> Self {
+        match word {
+            NetworkPath::Device => Self::Device,
+            NetworkPath::Host => Self::Host,
+        }
+    }
+}
+
+/// Where gradients lie while they are reduced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum ModeWord {
+    /// Where backward made them.
+    InPlace,
+    /// In the all-gather slot that their layer has left.
+    SlotReuse,
+}
+
+impl From<ModeWord> for Mode {
+    fn from(word: ModeWord) -> Self {
+        match word {
+            ModeWord::InPlace => Self::InPlace,
+            ModeWord::SlotReuse => Self::SlotReuse,
+        }
+    }
 }
 
 /// The type gradients are read in.
@@ -220,8 +264,11 @@ pub struct PlanArgs {
     pub source: SourceArgs,
     #[command(flatten)]
     pub plan: PlanOptions,
-    /// Place gradients in reused slots instead of reading them where they lie.
-    #[arg(long)]
+    /// Where gradients lie while they are reduced.
+    #[arg(long, default_value = "in-place")]
+    pub mode: ModeWord,
+    /// The same as --mode slot-reuse.
+    #[arg(long, conflicts_with = "mode")]
     pub slot_reuse: bool,
     /// Write the plan as JSON; `-` is standard output, which then carries nothing else.
     #[arg(long, value_name = "FILE|-")]

@@ -17,15 +17,16 @@ pub struct Stream {
 impl Stream {
     /// The gradient of `parameter` on `rank`.
     pub fn gradient(seed: u64, rank: u64, parameter: usize) -> Self {
-        Self::keyed([seed, rank + 1, parameter as u64])
+        Self::keyed(&[seed, rank + 1, parameter as u64])
     }
 
     /// The parameter itself, the same on all ranks.
     pub fn tensor(seed: u64, parameter: usize) -> Self {
-        Self::keyed([seed, 0, parameter as u64])
+        Self::keyed(&[seed, 0, parameter as u64])
     }
 
-    fn keyed(words: [u64; 3]) -> Self {
+    /// The tensor that these words name.
+    pub fn keyed(words: &[u64]) -> Self {
         Self { key: words.iter().fold(GOLDEN, |key, &word| mix(key ^ mix(word.wrapping_add(GOLDEN)))) }
     }
 

@@ -11,7 +11,7 @@ use tide_gpu::plan::{ReduceScatterOptions, Topology};
 use tide_gpu::{Communicator, CommunicatorOptions, Path, Scale};
 
 use crate::backend::Machine;
-use crate::cli::{NetworkPath, RunArgs};
+use crate::cli::RunArgs;
 use crate::examine::{Job, Leg};
 use crate::progress::Progress;
 
@@ -34,11 +34,8 @@ pub fn prepare<'a>(
     progress: &Progress,
 ) -> Result<(Box<dyn Leg + 'a>, Option<String>)> {
     let gpu = machine.start(topology.local_rank_count(), arguments.source.seed)?;
-    let path = match arguments.path {
-        NetworkPath::Device => Path::Device,
-        NetworkPath::Host => Path::Host,
-    };
-    let comm = Communicator::new(gpu, topology, CommunicatorOptions { path, ..Default::default() })?;
+    let comm =
+        Communicator::new(gpu, topology, CommunicatorOptions { path: arguments.path.into(), ..Default::default() })?;
     let leg: Box<dyn Leg + 'a> = match job {
         Job::Gather(tensors) => Box::new(gather::GatherLeg::new(comm, tensors, progress)?),
         Job::Reduce { gradients, alpha, accumulate } => {
@@ -67,7 +64,10 @@ fn path_name(comm: &Communicator) -> &'static str {
 }
 
 /// Fills `bytes` from `address` on with `pattern`, whose length divides them.
-fn fill(gpu: &dyn Gpu, address: DevicePtr, bytes: u64, pattern: &[u8]) -> Result<()> {
+///
+/// # Errors
+/// Those of the machine.
+pub fn fill(gpu: &dyn Gpu, address: DevicePtr, bytes: u64, pattern: &[u8]) -> Result<()> {
     let whole = CHUNK_BYTES.min(bytes) as usize;
     let chunk = pattern.repeat(whole.div_ceil(pattern.len()));
     for first in (0..bytes).step_by(chunk.len().max(1)) {

@@ -14,6 +14,7 @@ mod model_file;
 mod plan_cmd;
 mod presets;
 mod progress;
+mod replay;
 mod report;
 mod run;
 mod save;
@@ -39,6 +40,7 @@ fn main() -> ExitCode {
         None => run::run(&cli.run),
         Some(Command::Run(arguments)) => run::run(&arguments),
         Some(Command::Plan(arguments)) => plan_cmd::plan(&arguments).map(|()| true),
+        Some(Command::Replay(arguments)) => replay::replay(&arguments),
         Some(Command::Doctor) => return ExitCode::from(doctor::report()),
     };
     match outcome {

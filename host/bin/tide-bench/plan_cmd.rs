@@ -11,6 +11,7 @@ use tide_gpu::plan::{Mode, Node, ReduceScatterPlan, Topology, Wave, all_gather, 
 
 use crate::cli::{Collective, PlanArgs, command_line};
 use crate::failure::usage;
+use crate::replay::paper_layer_share;
 use crate::report::{Voice, columns, deliver_json};
 use crate::run::{plan_reduce, reduce_options};
 use crate::save::check_file;
@@ -89,6 +90,8 @@ struct Reduce {
     /// Memory over the bytes of the whole group in the gradients' type.
     ns_share: f64,
     paper_ns_share: Option<f64>,
+    /// The paper's bound on all that a layer's backward holds.
+    paper_layer_ns_share: Option<f64>,
     stock_bytes: u64,
     descriptors: u64,
     descriptors_flat: u64,
@@ -137,7 +140,7 @@ impl Summary {
         };
         let layout = GroupLayout::new(&gradients.group, rank_count)?;
         let mut options = reduce_options(&arguments.plan);
-        options.mode = if arguments.slot_reuse { Mode::SlotReuse } else { Mode::InPlace };
+        options.mode = if arguments.slot_reuse { Mode::SlotReuse } else { arguments.mode.into() };
         let grad_bytes = gradients.dtype.dtype().bytes();
         let plan = plan_reduce(topology, &layout, grad_bytes, &options)?;
         let whole = layout.packed_elems() * grad_bytes * rank_count;
@@ -192,6 +195,7 @@ impl Reduce {
             paper_bound_bytes: paper.map(|(bytes, _)| bytes),
             ns_share: share(plan.memory.area_bytes()),
             paper_ns_share: paper.map(|(_, share)| share),
+            paper_layer_ns_share: paper_layer_share(plan),
             stock_bytes: out_bytes * layout.rank_count(),
             descriptors: plan.descriptor_count_paper(parameter_count),
             descriptors_flat: plan.descriptor_count_flat(parameter_count),
@@ -229,6 +233,13 @@ impl Reduce {
                     "# without accumulator {ours:.3} NS; the paper states its bound for 8 gpus, bf16, 1 pass"
                 );
             }
+        }
+        if let Some(share) = self.paper_layer_ns_share {
+            let stock = memory::FSDP2_LAYER_SHARE;
+            let _ = writeln!(
+                out,
+                "# a layer's backward, with ring and held gradients: at most {share:.2} NS; FSDP2 {stock:.2} NS"
+            );
         }
         let _ = writeln!(out, "# stock packs the whole group in fp32: {} B", self.stock_bytes);
         let (ours, flat) = (self.descriptors, self.descriptors_flat);
