@@ -63,6 +63,28 @@ done
 echo "$equal of $total runs equal"
 [ $equal -eq $total ] && [ $total -gt 0 ]; verdict $? parity
 
+part "Replay: the same digests as the simulator, in every mode"
+# The digests of a replay's steps: the last word of every row.
+steps() { $bench replay --steps 3 "$@" 2>&1 | awk '$1 ~ /^[0-9]+$/ {printf "%s ", $NF}'; }
+equal=0; total=0
+for shape in "2 4" "3 2" "1 8"; do
+  set -- $shape
+  for extra in "" "--accumulate-steps 2 --checkpoint"; do
+    sim=$(steps --backend sim --preset llama-3.1-8b-tiny --nodes "$1" --gpus "$2" --mode in-place $extra)
+    for mode in in-place slot-reuse; do
+      for path in device host; do
+        cuda=$(steps --backend cuda --preset llama-3.1-8b-tiny --nodes "$1" --gpus "$2" --mode $mode --path $path $extra)
+        total=$((total + 1))
+        if [ -n "$sim" ] && [ "$sim" = "$cuda" ]; then equal=$((equal + 1)); else echo "DIFFERS: $1x$2 $mode $path $extra: sim '$sim', cuda '$cuda'"; fi
+      done
+    done
+  done
+done
+echo "$equal of $total replays equal"
+[ $equal -eq $total ]; verdict $? replay
+echo '```'; $bench replay --backend cuda --preset llama-3.1-8b --layers 4 --nodes 1 --gpus 8 --mode slot-reuse --no-check --steps 2; code=$?; echo '```'
+verdict $code "replay of whole layers"
+
 part "compute-sanitizer"
 if command -v compute-sanitizer >/dev/null; then
   for tool in memcheck racecheck; do
