@@ -9,7 +9,9 @@ use std::time::Duration;
 use tide_device::abi::kernel::Kernel;
 use tide_device::abi::params::FlatSumParams;
 use tide_gpu::gpu::sim::{SimGpu, SimOptions};
-use tide_gpu::gpu::{Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Event, Fill2d, Gpu, Launch, Priority, Stream};
+use tide_gpu::gpu::{
+    Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Event, Fill2d, Gpu, Launch, MemoryWait, Priority, Stream,
+};
 use tide_gpu::layout::{Dtype, Group, Parameter};
 use tide_gpu::plan::{Rank, ReduceScatterOptions, Topology};
 use tide_gpu::{
@@ -188,6 +190,51 @@ fn every_seed_gathers_alike() {
                 &calls,
                 &format!("seed {seed}"),
             );
+        }
+    }
+}
+
+/// With `read` the caller may write the next shards, while others' are still on their way out of the stage.
+#[test]
+fn a_shard_may_change_once_it_is_read() {
+    let group = &gather_groups()[1];
+    let (old, new) = (random_bytes(group, 1), random_bytes(group, 2));
+    for seed in 0..12 {
+        let comm = Lane::new(3, PATHS[seed as usize % 2], seed).communicator();
+        let gpu = comm.gpu();
+        let mut ag = LaneAllGather::new(&comm, group).unwrap();
+        // Rank r's part of a parameter.
+        let own = |r: u32, p: usize, shard_bytes: u64| {
+            let end = |r: u32| (u64::from(r) * shard_bytes).min(old[p].len() as u64) as usize;
+            end(r)..end(r + 1)
+        };
+        let each = || (0..3).flat_map(|r| (0..old.len()).map(move |p| (r, p)));
+        for (r, p) in each() {
+            let shard = ag.shard(rank(r), p);
+            gpu.upload(shard.address, &old[p][own(r, p, shard.bytes)]).unwrap();
+        }
+        let events = ag.enqueue(&[None; 3]).unwrap();
+        let streams: Vec<Stream> = (0..3).map(|_| gpu.create_stream(0, Priority::Normal).unwrap()).collect();
+        let mut kept = Vec::new();
+        for (r, p) in each() {
+            let (shard, stream) = (ag.shard(rank(r), p), streams[r as usize]);
+            gpu.wait_event(stream, events[r as usize].read).unwrap();
+            let next = DeviceBuffer::from_slice(gpu, 0, &new[p][own(r, p, shard.bytes)]).unwrap();
+            let live = next.slice().bytes;
+            if live > 0 {
+                gpu.copy(stream, &Copy2d::flat(shard.address, next.address(), live)).unwrap();
+            }
+            kept.push(next);
+        }
+        comm.synchronize().unwrap();
+        streams.iter().for_each(|s| assert!(gpu.synchronize(*s, u64::MAX).is_ok()));
+        for (r, p) in each() {
+            let mut expected = old[p].clone();
+            let own = own(r, p, ag.shard(rank(r), p).bytes);
+            expected[own.clone()].copy_from_slice(&new[p][own]);
+            let mut got = vec![0; expected.len()];
+            gpu.download(ag.landing(rank(r), p).address, &mut got).unwrap();
+            assert!(got == expected, "seed {seed}, rank {r}, parameter {p}");
         }
     }
 }
@@ -377,6 +424,37 @@ fn any_lane_adds_in_the_promised_order() {
                 }
             }
         }
+    }
+}
+
+/// `ready` holds gradients and output back, for all that a rank does with them, on any number of nodes.
+#[test]
+fn nothing_is_touched_before_it_is_ready() {
+    for (m, path) in [(1, Path::Device), (1, Path::Host), (2, Path::Device), (9, Path::Host)] {
+        let mut lane = Lane::new(m, path, 2);
+        lane.sim.eager_steps_max = 2000;
+        let sum = Sum { dtype: GradientDtype::F32, ..Sum::new(lane.clone(), &[&[36, 4]]) };
+        let comm = lane.communicator();
+        let gpu = comm.gpu();
+        let mut rs = LaneReduceScatter::new(&comm, &sum.group(), sum.dtype, &sum.options).unwrap();
+        let (user, word) =
+            (gpu.create_stream(0, Priority::Normal).unwrap(), DeviceBuffer::from_slice(gpu, 0, &[0_u64]).unwrap());
+        let tag = bytemuck::Zeroable::zeroed();
+        let wait = MemoryWait { address: word.address(), value: 1, timeout_ns: u64::MAX, tag };
+        gpu.wait_value(user, &wait).unwrap();
+        let ready = Some(gpu.record(user).unwrap());
+        let held: Vec<Held> =
+            (0..m).map(|_| Held::new(gpu, &constant(&sum.shapes, f32::NAN), rs.output_bytes())).collect();
+        held.iter().for_each(|h| gpu.upload(h.out.address(), &vec![0xff; rs.output_bytes() as usize]).unwrap());
+        let ranks: Vec<RankGradients> = given(&held).into_iter().map(|g| RankGradients { ready, ..g }).collect();
+        rs.enqueue(&ranks, Scale { alpha: 1.0, accumulate: true }).unwrap();
+        for held in &held {
+            gpu.upload(held.gradients[0].address(), bytemuck::cast_slice(&[1_f32; 144])).unwrap();
+            gpu.upload(held.out.address(), bytemuck::cast_slice(&vec![2_f32; rs.output_bytes() as usize / 4])).unwrap();
+        }
+        gpu.write_value(gpu.create_stream(0, Priority::Normal).unwrap(), word.address(), 1).unwrap();
+        comm.synchronize().unwrap();
+        assert_all(&held, 2.0 + m as f32);
     }
 }
 
