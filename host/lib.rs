@@ -42,9 +42,9 @@ pub mod net;
 pub mod plan;
 
 pub use collectives::{
-    AllGather, AllGatherOptions, Communicator, CommunicatorOptions, GatherGroup, GatherRing, GradientDtype, RankEvents,
-    RankGather, RankGradients, RankSources, ReduceScatter, RingOptions, Scale, StockAllGather, StockReduceScatter,
-    StoredGradients,
+    AllGather, AllGatherOptions, Communicator, CommunicatorOptions, GatherGroup, GatherRing, GradientDtype,
+    LaneAllGather, LaneOptions, LaneReduceScatter, RankEvents, RankGather, RankGradients, RankSources, ReduceScatter,
+    ReplicaReduce, RingOptions, Scale, StockAllGather, StockReduceScatter, StoredGradients, hand_on,
 };
 pub use error::{Result, TideError};
 pub use net::Path;

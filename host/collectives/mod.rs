@@ -7,6 +7,7 @@
 mod all_gather;
 mod communicator;
 mod gather_ring;
+mod lane;
 mod node;
 mod reduce_scatter;
 mod rounds;
@@ -15,6 +16,7 @@ mod stock;
 pub use all_gather::{AllGather, AllGatherOptions};
 pub use communicator::{Communicator, CommunicatorOptions};
 pub use gather_ring::{GatherGroup, GatherRing, RankGather, RankSources, RingOptions, StoredGradients};
+pub use lane::{LaneAllGather, LaneOptions, LaneReduceScatter, ReplicaReduce, hand_on};
 pub use reduce_scatter::{RankGradients, ReduceScatter};
 pub use stock::{StockAllGather, StockReduceScatter};
 

@@ -21,6 +21,13 @@ pub(super) struct RankRound {
     pub(super) round: u32,
 }
 
+impl RankRound {
+    /// Transfers sent: a put that signals ends one.
+    fn transfer_count(&self) -> usize {
+        self.puts.iter().filter(|put| put.signal != NO_SIGNAL).count()
+    }
+}
+
 /// The ring of blocks that puts take their sources from; the fields are those of [`NetParams`].
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BlockRing {
@@ -103,7 +110,7 @@ impl Rounds {
 
     fn upload_rounds(&mut self, progress: impl Fn(Rank) -> u64) -> Result<()> {
         let gpu = self.comm.gpu();
-        let widest = self.rounds.iter().flatten().map(|r| r.puts.len().max(r.arrivals.len())).max().unwrap_or(0);
+        let widest = self.rounds.iter().flatten().map(|r| r.transfer_count().max(r.arrivals.len())).max().unwrap_or(0);
         for device in 0..gpu.device_count() {
             let ranks: Vec<Rank> = self.comm.topology().ranks().filter(|r| self.comm.device_of(*r) == device).collect();
             if ranks.is_empty() {
@@ -224,7 +231,7 @@ impl Rounds {
             let stream = streams[rank.0 as usize];
             for put in &self.rounds[rank.0 as usize][round].puts {
                 let tag = |kind| self.tag(rank, Node(put.peer), round, call.epoch, kind);
-                let credit = call.sequence - u64::from(put.credit_ahead);
+                let credit = call.sequence.wrapping_sub(u64::from(put.credit_ahead));
                 self.net.wait(stream, rank, put.credit, credit, tag(WaitKind::Credit))?;
                 if put.pace != NO_SIGNAL {
                     self.net.wait(stream, rank, put.pace, call.sequence, tag(WaitKind::Pace))?;
@@ -235,7 +242,7 @@ impl Rounds {
                     let [apart, rest] = put.pieces(source_offset, first, end - first);
                     let to = Node(put.peer);
                     self.net.put(stream, &HostPut { from: rank, to, piece: apart, signal: None })?;
-                    let signal = Some((signal, call.sequence));
+                    let signal = (signal != NO_SIGNAL).then_some((signal, call.sequence));
                     self.net.put(stream, &HostPut { from: rank, to, piece: rest, signal })?;
                 }
             }

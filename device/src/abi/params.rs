@@ -145,13 +145,16 @@ assert_layout!(LoopbackHandle, size 32, arenas at 0, signals_offset at 8, contex
 /// The signal that is none.
 pub const NO_SIGNAL: u32 = u32::MAX;
 
-/// One transfer that a rank sends in a round: a lead, which has signals of its own, and what follows it.
+/// One transfer that a rank sends in a round: a lead, which has signals of its own, and what follows it. Or a part of one:
+/// puts up to and including one that signals are one transfer, to one peer, in parts that need not lie together at either
+/// end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct NetPut {
     /// Node of the rail peer.
     pub peer: u32,
-    /// First data signal at the peer; context `x` uses `signal + x`.
+    /// First data signal at the peer; context `x` uses `signal + x`. [`NO_SIGNAL`] where more of the transfer follows; what
+    /// signals is its largest part, so that it reaches every context that carried any.
     pub signal: u32,
     /// Credit signal here that the peer raises.
     pub credit: u32,
@@ -227,7 +230,7 @@ pub struct NetArrival {
     pub reserved: u32,
     /// Bytes of the lead.
     pub lead_bytes: u64,
-    /// Bytes expected in all: tells which contexts carry a signal.
+    /// Bytes of the put that signals, its lead included: tells which contexts carry a signal.
     pub bytes: u64,
 }
 

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! for each round:
-//!     warp x, for puts x, x + warps, …:   wait for the peer's credit, and that it is ready for the round; put lead and
+//!     warp x, for transfers x, x + warps, …, for each put of it: wait for the peer's credit, and that it is ready for the round; put lead and
 //!                                         rest in stripes, dealt to the contexts in turn, each with a strong signal on the
 //!                                         last stripe of each context
 //!     warp x, for arrivals x, x + warps, …: wait for the lead, and tell who puts here in the next round; wait for the rest
@@ -13,7 +13,8 @@
 //! ```
 //!
 //! Invariants: I3, a put waits for the credit of its destination, and a round ends with a flush, after which the
-//! outbox blocks it sent may be reused; I4, every wait's producer is in this launch or enqueued before it.
+//! outbox blocks it sent may be reused; a transfer is one warp's, because a strong signal covers only what its own thread
+//! has put; I4, every wait's producer is in this launch or enqueued before it.
 
 use crate::abi::fault::{WaitKind, WaitTag};
 use crate::abi::params::{NO_SIGNAL, NetArrival, NetParams, NetPut, NetRank, NetRound};
@@ -56,18 +57,14 @@ pub unsafe fn net<G: Gin>(params: *const NetParams) {
         // SAFETY: inside the rank's table by the launcher's count.
         let round = unsafe { *(rank.rounds as *const NetRound).add((p.round_first + index) as usize) };
         if let Some(gin) = &mut gin {
-            for i in mine(round.put_count) {
+            let mut transfer = 0;
+            for i in 0..round.put_count {
                 // SAFETY: as above.
                 let put = unsafe { *(rank.puts as *const NetPut).add((round.put_first + i) as usize) };
-                let credit = p.sequence - u64::from(put.credit_ahead);
-                wait_signal(p, rank, &round, put.peer, WaitKind::Credit, put.credit, credit, gin);
-                if put.pace != NO_SIGNAL {
-                    wait_signal(p, rank, &round, put.peer, WaitKind::Pace, put.pace, p.sequence, gin);
+                if transfer % warps == thread::warp_idx() {
+                    send(p, rank, &round, &put, gin);
                 }
-                if put.lead_bytes > 0 {
-                    post(p, &put, 0, put.lead_bytes, put.lead_signal, gin);
-                }
-                post(p, &put, put.lead_bytes, put.bytes - put.lead_bytes, put.signal, gin);
+                transfer += u32::from(put.signal != NO_SIGNAL);
             }
             for i in mine(round.arrival_count) {
                 // SAFETY: as above.
@@ -108,6 +105,20 @@ fn tag(p: &NetParams, rank: &NetRank, round: &NetRound, peer: u32, kind: WaitKin
     }
 }
 
+/// One put: waits for the peer's leave, then posts the lead and the rest.
+#[inline(always)]
+fn send<G: Gin>(p: &NetParams, rank: &NetRank, round: &NetRound, put: &NetPut, gin: &mut G) {
+    let credit = p.sequence.wrapping_sub(u64::from(put.credit_ahead));
+    wait_signal(p, rank, round, put.peer, WaitKind::Credit, put.credit, credit, gin);
+    if put.pace != NO_SIGNAL {
+        wait_signal(p, rank, round, put.peer, WaitKind::Pace, put.pace, p.sequence, gin);
+    }
+    if put.lead_bytes > 0 {
+        post(p, put, 0, put.lead_bytes, put.lead_signal, gin);
+    }
+    post(p, put, put.lead_bytes, put.bytes - put.lead_bytes, put.signal, gin);
+}
+
 /// Waits until a signal of this rank, which the rail peer on `peer` raises, has reached `expected`.
 #[allow(clippy::too_many_arguments)]
 #[inline(always)]
@@ -145,7 +156,7 @@ fn post<G: Gin>(p: &NetParams, put: &NetPut, first: u64, bytes: u64, signal: u32
         let context = (stripe % u64::from(contexts)) as u32;
         let offset = stripe * p.stripe_bytes;
         let is_last_of_context = stripe + u64::from(contexts) >= stripes;
-        let signal = is_last_of_context.then_some(signal + context);
+        let signal = (is_last_of_context && signal != NO_SIGNAL).then(|| signal + context);
         let stripe_bytes = (bytes - offset).min(p.stripe_bytes);
         // A stripe may begin apart and end in the rest.
         let [apart, rest] = put.pieces(source_offset, first + offset, stripe_bytes);

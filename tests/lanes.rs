@@ -1,0 +1,780 @@
+//! Rail lanes: collectives of groups with one rank per node, against oracles that know nothing of waves or parts but their order.
+
+mod common;
+
+use common::{Gradients, assert_close, bits, constant, group, int_fill, normal, rank, reference};
+use half::bf16;
+use std::sync::Arc;
+use std::time::Duration;
+use tide_device::abi::kernel::Kernel;
+use tide_device::abi::params::FlatSumParams;
+use tide_gpu::gpu::sim::{SimGpu, SimOptions};
+use tide_gpu::gpu::{Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Event, Fill2d, Gpu, Launch, Priority, Stream};
+use tide_gpu::layout::{Dtype, Group, Parameter};
+use tide_gpu::plan::{Rank, ReduceScatterOptions, Topology};
+use tide_gpu::{
+    Communicator, CommunicatorOptions, GradientDtype, LaneAllGather, LaneOptions, LaneReduceScatter, Path, RankEvents,
+    RankGradients, ReduceScatter, Scale, TideError, hand_on,
+};
+
+const PATHS: [Path; 2] = [Path::Device, Path::Host];
+const NODE_COUNTS: [u32; 10] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13];
+
+/// Simulated GPUs of a seed, which draws how far the host runs ahead and how lazy streams and launches are.
+fn sim(seed: u64) -> SimOptions {
+    let mut sim = SimOptions { eager_steps_max: [0, 8, 200][seed as usize % 3], ..Default::default() };
+    sim.machine.seed = seed;
+    sim.machine.preempt_one_in = 1 + seed as u32 % 4;
+    sim.machine.lazy_turns_max = [0, 50, 1000][(seed as usize / 3) % 3];
+    sim
+}
+
+/// A lane to run calls on.
+#[derive(Clone)]
+struct Lane {
+    nodes: u32,
+    sim: SimOptions,
+    comm: CommunicatorOptions,
+}
+
+impl Lane {
+    fn new(nodes: u32, path: Path, seed: u64) -> Self {
+        // Small stripes, so that small blocks still use several contexts.
+        let comm = CommunicatorOptions { path, stripe_bytes: 64, context_count: 3, ..Default::default() };
+        Self { nodes, sim: sim(seed), comm }
+    }
+
+    fn communicator(&self) -> Communicator {
+        let gpu: Arc<dyn Gpu> = SimGpu::new(self.sim.clone());
+        Communicator::new(gpu, Topology::new(self.nodes, 1).unwrap(), self.comm.clone()).unwrap()
+    }
+}
+
+// ---------------------------------------------------------------------------------------------- all-gather
+
+/// Every parameter's bytes, whole.
+type Whole = Vec<Vec<u8>>;
+
+fn random_bytes(group: &Group, seed: u64) -> Whole {
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let bytes = |p: &Parameter| p.shape().iter().product::<u64>() * p.dtype().bytes();
+    group.parameters().iter().map(|p| (0..bytes(p)).map(|_| rng.u8(..)).collect()).collect()
+}
+
+/// All of a rank's landings, one after the other.
+fn flat(whole: &Whole) -> Vec<u8> {
+    whole.concat()
+}
+
+/// Calls back to back, without a look from the host. Between two calls each rank's stream takes the landings away, overwrites
+/// them whole and writes the next shards. Gives what each call left, per rank, as [`flat`].
+fn try_gather(lane: &Lane, group: &Group, calls: &[Whole]) -> tide_gpu::Result<Vec<Vec<Vec<u8>>>> {
+    let comm = lane.communicator();
+    let gpu = Arc::clone(comm.gpu());
+    let mut ag = LaneAllGather::new(&comm, group)?;
+    let ranks: Vec<Rank> = comm.topology().ranks().collect();
+    let parameters = 0..group.parameters().len();
+    let user: Vec<Stream> = ranks.iter().map(|_| gpu.create_stream(0, Priority::Normal)).collect::<Result<_, _>>()?;
+    let mut kept = Vec::new();
+    let mut taken: Vec<Vec<Vec<DeviceBuffer>>> = Vec::new();
+    let mut events: Option<Vec<RankEvents>> = None;
+    for whole in calls {
+        let mut ready = Vec::new();
+        for &rank in &ranks {
+            let stream = user[rank.0 as usize];
+            if let Some(events) = &events {
+                gpu.wait_event(stream, events[rank.0 as usize].read)?;
+                gpu.wait_event(stream, events[rank.0 as usize].done)?;
+            }
+            for p in parameters.clone() {
+                let landing = ag.landing(rank, p);
+                if let Some(previous) = taken.last() {
+                    take(&gpu, stream, &previous[rank.0 as usize][p], landing)?;
+                }
+                let (destination, bytes) = (landing.address, landing.bytes);
+                let fill = Fill2d {
+                    destination,
+                    pitch_bytes: bytes,
+                    width_bytes: bytes,
+                    rows: u64::from(bytes > 0),
+                    value: 7,
+                };
+                gpu.fill(stream, &fill)?;
+                let shard = ag.shard(rank, p);
+                let first = (u64::from(rank.0) * shard.bytes).min(whole[p].len() as u64);
+                let live = shard.bytes.min(whole[p].len() as u64 - first);
+                let source = DeviceBuffer::from_slice(&gpu, 0, &whole[p][first as usize..][..live as usize])?;
+                if live > 0 {
+                    gpu.copy(stream, &Copy2d::flat(shard.address, source.address(), live))?;
+                }
+                kept.push(source);
+            }
+            ready.push(Some(gpu.record(stream)?));
+        }
+        events = Some(ag.enqueue(&ready)?);
+        let buffer = |rank: Rank| parameters.clone().map(move |p| (rank, p));
+        let buffers = ranks.iter().map(|&r| {
+            buffer(r).map(|(r, p)| DeviceBuffer::new(&gpu, 0, ag.landing(r, p).bytes)).collect::<Result<Vec<_>, _>>()
+        });
+        taken.push(buffers.collect::<Result<_, _>>()?);
+    }
+    for &rank in &ranks {
+        let stream = user[rank.0 as usize];
+        gpu.wait_event(stream, events.as_ref().unwrap()[rank.0 as usize].done)?;
+        for p in parameters.clone() {
+            take(&gpu, stream, &taken.last().unwrap()[rank.0 as usize][p], ag.landing(rank, p))?;
+        }
+    }
+    comm.synchronize()?;
+    user.iter().try_for_each(|s| gpu.synchronize(*s, u64::MAX).map(|_| ()))?;
+    assert_eq!(ag.epoch(), calls.len() as u64);
+    let bytes = |b: &Vec<DeviceBuffer>| b.iter().map(|b| b.to_vec::<u8>().unwrap()).collect::<Vec<_>>().concat();
+    Ok(taken.iter().map(|call| call.iter().map(bytes).collect()).collect())
+}
+
+fn take(gpu: &Arc<dyn Gpu>, stream: Stream, to: &DeviceBuffer, landing: DeviceSlice) -> tide_gpu::Result<()> {
+    match landing.bytes {
+        0 => Ok(()),
+        bytes => gpu.copy(stream, &Copy2d::flat(to.address(), landing.address, bytes)),
+    }
+}
+
+fn assert_gathers(lane: &Lane, group: &Group, calls: &[Whole], what: &str) {
+    let got = try_gather(lane, group, calls).unwrap();
+    for (call, (ranks, whole)) in got.iter().zip(calls).enumerate() {
+        for (rank, bytes) in ranks.iter().enumerate() {
+            assert!(*bytes == flat(whole), "{what}: call {call}, rank {rank}");
+        }
+    }
+}
+
+/// Rows in whole 16 bytes, as experts have them, and such that do not.
+fn gather_groups() -> [Group; 4] {
+    let aligned = group(&[vec![26, 8], vec![13, 16], vec![40, 24]], Dtype::Bf16);
+    let ragged = group(&[vec![6, 4], vec![7], vec![0, 3], vec![17, 3], vec![1, 6, 4], vec![2, 3]], Dtype::Bf16);
+    let types = [("a", vec![27, 16], Dtype::U8), ("b", vec![5], Dtype::F32), ("c", vec![30, 8], Dtype::F16)];
+    let mixed = types.map(|(n, s, d)| Parameter::new(n, s, d).unwrap());
+    [aligned, ragged, Group::new(mixed.to_vec()).unwrap(), group(&[vec![0, 7], vec![4, 0]], Dtype::F32)]
+}
+
+#[test]
+fn any_lane_gathers_every_byte_call_after_call() {
+    for m in NODE_COUNTS {
+        for (which, group) in gather_groups().iter().enumerate() {
+            for path in PATHS {
+                let seed = u64::from(m) * 10 + which as u64;
+                let calls: Vec<Whole> = (0..3).map(|call| random_bytes(group, seed + 100 * call)).collect();
+                assert_gathers(
+                    &Lane::new(m, path, seed),
+                    group,
+                    &calls,
+                    &format!("{m} nodes, group {which}, {path:?}"),
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn every_seed_gathers_alike() {
+    let [aligned, ragged, mixed, _] = gather_groups();
+    for seed in 0..36 {
+        for path in PATHS {
+            let group = [&aligned, &ragged, &mixed][seed as usize % 3];
+            let calls: Vec<Whole> = (0..4).map(|call| random_bytes(group, seed + call)).collect();
+            assert_gathers(
+                &Lane::new([5, 6, 3, 9][seed as usize % 4], path, seed),
+                group,
+                &calls,
+                &format!("seed {seed}"),
+            );
+        }
+    }
+}
+
+/// One context and many, stripes shorter and longer than a put.
+#[test]
+fn contexts_and_stripes_do_not_show_in_a_gather() {
+    for group in gather_groups() {
+        for (context_count, stripe_bytes) in [(1, 16), (5, 16), (3, 4096), (2, 1 << 30)] {
+            for m in [3, 7] {
+                let mut lane = Lane::new(m, Path::Device, 11);
+                (lane.comm.context_count, lane.comm.stripe_bytes) = (context_count, stripe_bytes);
+                let calls: Vec<Whole> = (0..2).map(|call| random_bytes(&group, call)).collect();
+                assert_gathers(&lane, &group, &calls, &format!("{context_count} contexts, stripes of {stripe_bytes}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_gather_takes_the_landing_and_a_stage_of_what_is_ragged() {
+    let comm = Lane::new(5, Path::Device, 0).communicator();
+    for group in gather_groups() {
+        let ag = LaneAllGather::new(&comm, &group).unwrap();
+        let landing = ag.layout().landing_bytes();
+        let ragged = ag.stage_bytes();
+        assert!(ragged <= landing + 5 * 16, "{ragged}");
+        let signals = 8 * 5 * (u64::from(comm.options().context_count) + 1);
+        assert!(ag.buffer_bytes() <= landing + ragged + signals + 3 * 256, "{}", ag.buffer_bytes());
+    }
+    // 26 and 13 rows over 5 nodes are 6 and 3 a shard, of 16 and 32 bytes.
+    assert_eq!(LaneAllGather::new(&comm, &gather_groups()[0]).unwrap().stage_bytes(), 0);
+}
+
+// ------------------------------------------------------------------------------------------ reduce-scatter
+
+/// The reduction again, element by element, in the order that the lane's documentation promises.
+fn oracle(m: u64, shapes: &[Vec<u64>], all: &[Gradients], scale: Scale, previous: &[Vec<f32>]) -> Vec<Vec<f32>> {
+    let shard = |node: u64| {
+        let mut row = Vec::new();
+        for (p, shape) in shapes.iter().enumerate() {
+            let k: u64 = shape[1..].iter().product();
+            let shard_elems = shape[0].div_ceil(m) * k;
+            for i in 0..shard_elems {
+                let element = node * shard_elems + i;
+                let base = if scale.accumulate { previous[node as usize][row.len()] } else { 0.0 };
+                let of = |source: u64| all[source as usize][p].as_ref().map_or(0.0, |g| g[element as usize]);
+                let total = if element < shape[0] * k { total(m, node, of) } else { 0.0 };
+                row.push(base + scale.alpha * total);
+            }
+        }
+        row
+    };
+    (0..m).map(shard).collect()
+}
+
+/// Contributors `c = 1..=M` are nodes `t − c`; eight of them are a wave; a wave without the node itself ends with `+0.0`.
+fn total(m: u64, node: u64, of: impl Fn(u64) -> f32) -> f32 {
+    let contributors: Vec<u64> = (1..=m).collect();
+    let waves = contributors.chunks(8).map(|wave| {
+        let sum = wave.iter().map(|c| of((node + m - c) % m)).reduce(|a, b| a + b).unwrap();
+        if wave.last() == Some(&m) { sum } else { sum + 0.0 }
+    });
+    waves.reduce(|a, b| a + b).unwrap()
+}
+
+#[derive(Clone)]
+struct Sum {
+    lane: Lane,
+    shapes: Vec<Vec<u64>>,
+    dtype: GradientDtype,
+    options: LaneOptions,
+    scale: Scale,
+}
+
+impl Sum {
+    fn new(lane: Lane, shapes: &[&[u64]]) -> Self {
+        let shapes = shapes.iter().map(|s| s.to_vec()).collect();
+        Self { lane, shapes, dtype: GradientDtype::Bf16, options: LaneOptions::default(), scale: Scale::default() }
+    }
+
+    fn group(&self) -> Group {
+        group(&self.shapes, if self.dtype == GradientDtype::Bf16 { Dtype::Bf16 } else { Dtype::F32 })
+    }
+
+    /// Calls back to back, without a look from the host, each into its own output, which holds `previous`; gives every call's
+    /// outputs. Gradients and previous outputs come to be in a stream, and gradients go as soon as they are read.
+    fn try_run(&self, calls: &[Vec<Gradients>], previous: f32) -> tide_gpu::Result<Vec<Vec<Vec<f32>>>> {
+        let comm = self.lane.communicator();
+        let gpu = Arc::clone(comm.gpu());
+        let mut rs = LaneReduceScatter::new(&comm, &self.group(), self.dtype, &self.options)?;
+        let elems = rs.output_bytes() as usize / 4;
+        // What comes before a call does not wait for what goes after one.
+        let (user, afterwards) = (gpu.create_stream(0, Priority::Normal)?, gpu.create_stream(0, Priority::Normal)?);
+        let (mut kept, mut outs) = (Vec::new(), Vec::new());
+        for all in calls {
+            let mut ranks = Vec::new();
+            let mut call_outs = Vec::new();
+            let late = |source: DeviceBuffer, kept: &mut Vec<DeviceBuffer>| -> tide_gpu::Result<DeviceBuffer> {
+                let buffer = DeviceBuffer::new(&gpu, 0, source.slice().bytes)?;
+                if source.slice().bytes > 0 {
+                    gpu.copy(user, &Copy2d::flat(buffer.address(), source.address(), source.slice().bytes))?;
+                }
+                kept.push(source);
+                Ok(buffer)
+            };
+            for given in all {
+                let mut gradients = Vec::new();
+                for gradient in given {
+                    let buffer = match gradient {
+                        Some(gradient) => Some(late(upload(&gpu, gradient, self.dtype)?, &mut kept)?),
+                        None => None,
+                    };
+                    gradients.push(buffer.as_ref().map(DeviceBuffer::slice));
+                    kept.extend(buffer);
+                }
+                let out = late(DeviceBuffer::from_slice(&gpu, 0, &vec![previous; elems])?, &mut kept)?;
+                ranks.push(RankGradients { gradients, out: out.slice(), ready: Some(gpu.record(user)?) });
+                call_outs.push(out);
+            }
+            let events = rs.enqueue(&ranks, self.scale)?;
+            let user = afterwards;
+            for (events, given) in events.iter().zip(&ranks) {
+                gpu.wait_event(user, events.read)?;
+                for slice in given.gradients.iter().flatten().filter(|s| s.bytes > 0) {
+                    let (destination, bytes) = (slice.address, slice.bytes);
+                    let fill = Fill2d { destination, pitch_bytes: bytes, width_bytes: bytes, rows: 1, value: 0xff };
+                    gpu.fill(user, &fill)?;
+                }
+            }
+            outs.push(call_outs);
+        }
+        comm.synchronize()?;
+        gpu.synchronize(afterwards, u64::MAX)?;
+        outs.iter().map(|call| call.iter().map(DeviceBuffer::to_vec).collect()).collect()
+    }
+
+    fn random(&self, call_count: u64, seed: u64) -> Vec<Vec<Gradients>> {
+        let of = |call: u64| (0..self.lane.nodes).map(|r| normal(&self.shapes, 10 * seed + call, r)).collect();
+        (0..call_count).map(of).collect()
+    }
+
+    fn assert_bitwise(&self, calls: &[Vec<Gradients>], previous: f32, what: &str) {
+        let got = self.try_run(calls, previous).unwrap();
+        for (call, (outs, all)) in got.iter().zip(calls).enumerate() {
+            let before: Vec<Vec<f32>> = outs.iter().map(|o| vec![previous; o.len()]).collect();
+            let expected = oracle(self.lane.nodes.into(), &self.shapes, all, self.scale, &before);
+            assert!(bits(outs) == bits(&expected), "{what}: call {call}: {outs:?} against {expected:?}");
+        }
+    }
+}
+
+fn upload(gpu: &Arc<dyn Gpu>, values: &[f32], dtype: GradientDtype) -> tide_gpu::Result<DeviceBuffer> {
+    match dtype {
+        GradientDtype::F32 => DeviceBuffer::from_slice(gpu, 0, values),
+        GradientDtype::Bf16 => {
+            let values: Vec<bf16> = values.iter().map(|v| bf16::from_f32(*v)).collect();
+            DeviceBuffer::from_slice(gpu, 0, &values)
+        }
+    }
+}
+
+const SHAPES: [&[&[u64]]; 6] = [
+    &[&[97, 6], &[40], &[7, 3], &[256, 4], &[2, 2, 5]],
+    &[&[6, 4], &[7], &[17, 3], &[1, 6, 4], &[2, 3]],
+    &[&[1]],
+    &[&[0, 7], &[4, 3], &[4, 0]],
+    &[&[0, 7]],
+    &[&[64, 32]],
+];
+
+#[test]
+fn any_lane_adds_in_the_promised_order() {
+    for m in NODE_COUNTS {
+        for (which, shapes) in SHAPES.iter().enumerate() {
+            for dtype in [GradientDtype::Bf16, GradientDtype::F32] {
+                for path in PATHS {
+                    let seed = u64::from(m) + which as u64;
+                    let mut sum = Sum { dtype, ..Sum::new(Lane::new(m, path, seed), shapes) };
+                    let mut calls = sum.random(3, seed);
+                    // A parameter that some rank did not use.
+                    calls[1][m as usize / 2][0] = None;
+                    let what = format!("{m} nodes, shapes {which}, {dtype:?}, {path:?}");
+                    sum.assert_bitwise(&calls, f32::NAN, &what);
+                    sum.scale = Scale { alpha: 0.7, accumulate: true };
+                    sum.assert_bitwise(&calls, 2.5, &what);
+                }
+            }
+        }
+    }
+}
+
+/// More nodes than two waves hold.
+#[test]
+fn twenty_nodes_are_three_waves() {
+    for path in PATHS {
+        let sum = Sum::new(Lane::new(20, path, 3), SHAPES[1]);
+        sum.assert_bitwise(&sum.random(3, 4), f32::NAN, &format!("{path:?}"));
+    }
+}
+
+#[test]
+fn every_seed_gives_the_same_bits() {
+    for seed in 0..36 {
+        for path in PATHS {
+            let m = [2, 5, 8, 9, 13][seed as usize % 5];
+            let sum = Sum::new(Lane::new(m, path, seed), SHAPES[seed as usize % 2]);
+            sum.assert_bitwise(&sum.random(4, seed), f32::NAN, &format!("{m} nodes, {path:?}, seed {seed}"));
+        }
+    }
+}
+
+#[test]
+fn parts_ctas_contexts_and_stripes_give_the_same_bits() {
+    for m in [4, 9] {
+        let base = Sum::new(Lane::new(m, Path::Device, 5), SHAPES[0]);
+        let calls = base.random(3, 6);
+        for part_count in [1, 2, 3, 4, 7] {
+            for (sum_cta_count, land_cta_count) in [(1, 1), (3, 7)] {
+                for path in PATHS {
+                    let mut other = base.clone();
+                    other.lane.comm.path = path;
+                    other.options = LaneOptions { part_count, sum_cta_count, land_cta_count };
+                    other.assert_bitwise(&calls, f32::NAN, &format!("{m} nodes, {path:?}, {:?}", other.options));
+                }
+            }
+        }
+        for (context_count, stripe_bytes) in [(1, 16), (7, 4096), (2, 1 << 30)] {
+            let mut other = base.clone();
+            (other.lane.comm.context_count, other.lane.comm.stripe_bytes) = (context_count, stripe_bytes);
+            other.assert_bitwise(&calls, f32::NAN, &format!("{context_count} contexts, stripes of {stripe_bytes}"));
+        }
+    }
+}
+
+/// Up to eight nodes a lane adds what the general reduce-scatter adds, in its order.
+#[test]
+fn a_lane_gives_the_bits_of_the_general_reduce_scatter() {
+    for m in 1..=8 {
+        let sum = Sum::new(Lane::new(m, Path::Device, 7), SHAPES[0]);
+        let calls = sum.random(1, 8);
+        let mut general = common::Case::new(m, 1, SHAPES[0]);
+        general.scale = sum.scale;
+        let expected = general.run(|_, r| calls[0][r as usize].clone());
+        assert!(bits(&sum.try_run(&calls, 0.0).unwrap()[0]) == bits(&expected), "{m} nodes");
+    }
+}
+
+#[test]
+fn few_hardware_queues_do_not_deadlock() {
+    for queues in [1, 2, 8] {
+        for path in PATHS {
+            let mut lane = Lane::new(9, path, 2);
+            lane.sim.hardware_queues = Some(queues);
+            let sum = Sum::new(lane.clone(), SHAPES[1]);
+            sum.assert_bitwise(&sum.random(3, 1), f32::NAN, &format!("{queues} queues, {path:?}"));
+            let group = &gather_groups()[1];
+            let calls: Vec<Whole> = (0..3).map(|call| random_bytes(group, call)).collect();
+            assert_gathers(&lane, group, &calls, &format!("{queues} queues, {path:?}"));
+        }
+    }
+}
+
+#[test]
+fn a_reduce_scatter_stays_under_its_bound() {
+    for (m, waves) in [(1, 1), (2, 1), (8, 1), (9, 2), (13, 2)] {
+        for dtype in [GradientDtype::Bf16, GradientDtype::F32] {
+            let comm = Lane::new(m, Path::Device, 0).communicator();
+            let sum = Sum { dtype, ..Sum::new(Lane::new(m, Path::Device, 0), SHAPES[5]) };
+            let rs = LaneReduceScatter::new(&comm, &sum.group(), dtype, &LaneOptions::default()).unwrap();
+            let part = rs.layout().packed_elems().div_ceil(4) + 31;
+            let blocks = 4 * u64::from((m - 1).min(8));
+            let signals = 8 * u64::from(m) * (u64::from(comm.options().context_count) + 1);
+            let bound = part * (blocks * dtype.bytes() + 4 * waves.min(2)) + signals + 5 * 256;
+            assert!(rs.buffer_bytes() <= bound, "{m} nodes: {} of {bound}", rs.buffer_bytes());
+        }
+    }
+}
+
+// -------------------------------------------------------------------------------------------------- faults
+
+/// Every signal lost in turn: either somebody says within the deadline that it is missing, or all is right.
+#[test]
+fn a_lost_signal_is_reported_or_harmless() {
+    let (mut reported, mut harmless) = (0, 0);
+    let mut judge = |nodes: u32, outcome: Result<bool, TideError>, what: String| match outcome {
+        Ok(right) => {
+            assert!(right, "{what} gave a wrong result");
+            harmless += 1;
+        }
+        Err(TideError::FailStop(fault)) => {
+            assert!(
+                fault.kind.is_some() && fault.rank < nodes && fault.peer < nodes && fault.rank != fault.peer,
+                "{fault}"
+            );
+            let waited = Duration::from_nanos(fault.waited_ns);
+            assert!((Duration::from_millis(50)..Duration::from_millis(100)).contains(&waited), "{what}: {fault}");
+            reported += 1;
+        }
+        Err(other) => panic!("{what}: {other}"),
+    };
+    for nodes in [2, 5, 9] {
+        for path in PATHS {
+            for lost in 0..160 {
+                let mut lane = Lane::new(nodes, path, lost);
+                lane.comm.timeout = Duration::from_millis(50);
+                lane.sim.machine.lose_signal = Some(lost);
+                let what = format!("{nodes} nodes, {path:?}: losing signal {lost}");
+                let sum = Sum::new(lane.clone(), SHAPES[1]);
+                let calls = sum.random(3, 1);
+                let expected = |all: &Vec<Gradients>| {
+                    bits(&oracle(nodes.into(), &sum.shapes, all, sum.scale, &vec![Vec::new(); nodes as usize]))
+                };
+                let right = |got: Vec<Vec<Vec<f32>>>| got.iter().zip(&calls).all(|(g, all)| bits(g) == expected(all));
+                judge(nodes, sum.try_run(&calls, 0.0).map(right), format!("{what}, reduce-scatter"));
+                let group = &gather_groups()[lost as usize % 2];
+                let calls: Vec<Whole> = (0..3).map(|call| random_bytes(group, call)).collect();
+                let right = |got: Vec<Vec<Vec<u8>>>| {
+                    got.iter().zip(&calls).all(|(ranks, whole)| ranks.iter().all(|bytes| *bytes == flat(whole)))
+                };
+                judge(nodes, try_gather(&lane, group, &calls).map(right), format!("{what}, all-gather"));
+            }
+        }
+    }
+    assert!(reported > 200 && harmless > 100, "{reported} reported, {harmless} harmless");
+}
+
+#[test]
+fn a_poisoned_communicator_refuses_lanes() {
+    for path in PATHS {
+        let mut lane = Lane::new(2, path, 4);
+        lane.comm.timeout = Duration::from_millis(1);
+        lane.sim.machine.lose_signal = Some(0);
+        let comm = lane.communicator();
+        let group = group(&[vec![32, 8]], Dtype::F32);
+        let mut ag = LaneAllGather::new(&comm, &group).unwrap();
+        let mut rs = LaneReduceScatter::new(&comm, &group, GradientDtype::F32, &LaneOptions::default()).unwrap();
+        ag.enqueue(&[None, None]).unwrap();
+        let fault = comm.synchronize().unwrap_err();
+        assert!(matches!(fault, TideError::FailStop(_)), "{fault}");
+        let poisoned = |error: Option<TideError>| {
+            assert!(matches!(&error, Some(TideError::Poisoned { first }) if *first == fault.to_string()), "{error:?}");
+        };
+        let nothing = DeviceSlice { address: DevicePtr::NULL, bytes: 0 };
+        let ranks = vec![RankGradients { gradients: vec![None], out: nothing, ready: None }; 2];
+        poisoned(ag.enqueue(&[None, None]).err());
+        poisoned(rs.enqueue(&ranks, Scale::default()).err());
+        poisoned(LaneAllGather::new(&comm, &group).err());
+        poisoned(LaneReduceScatter::new(&comm, &group, GradientDtype::F32, &LaneOptions::default()).err());
+    }
+}
+
+#[test]
+fn what_is_no_lane_is_refused_before_anything_is_enqueued() {
+    let gpu: Arc<dyn Gpu> = SimGpu::new(SimOptions::default());
+    let usage = |error: Option<TideError>, text: &str| {
+        assert!(matches!(&error, Some(TideError::Usage(found)) if found.contains(text)), "{error:?}");
+    };
+    let wide = Communicator::new(gpu, Topology::new(2, 2).unwrap(), CommunicatorOptions::default()).unwrap();
+    let group = group(&[vec![8, 8]], Dtype::F32);
+    let options = LaneOptions::default();
+    usage(LaneAllGather::new(&wide, &group).err(), "one rank per node");
+    usage(LaneReduceScatter::new(&wide, &group, GradientDtype::F32, &options).err(), "one rank per node");
+    let comm = Lane::new(2, Path::Device, 0).communicator();
+    let none = LaneOptions { part_count: 0, ..options.clone() };
+    usage(LaneReduceScatter::new(&comm, &group, GradientDtype::F32, &none).err(), "at least one part");
+    let mut ag = LaneAllGather::new(&comm, &group).unwrap();
+    usage(ag.enqueue(&[None]).err(), "names 1 ranks");
+    let mut rs = LaneReduceScatter::new(&comm, &group, GradientDtype::F32, &options).unwrap();
+    let out = DeviceBuffer::new(comm.gpu(), 0, rs.output_bytes() - 4).unwrap();
+    let ranks = |count: usize| vec![RankGradients { gradients: vec![None; count], out: out.slice(), ready: None }; 2];
+    usage(rs.enqueue(&ranks(2), Scale::default()).err(), "2 gradients given");
+    usage(rs.enqueue(&ranks(1), Scale::default()).err(), "124 bytes given, 128 needed");
+    assert_eq!((ag.epoch(), rs.epoch()), (0, 0));
+}
+
+// ------------------------------------------------------------------------- lanes beside others, replicas
+
+/// What a rank of some group brings and gets, in device memory.
+struct Held {
+    gradients: Vec<DeviceBuffer>,
+    out: DeviceBuffer,
+}
+
+impl Held {
+    fn new(gpu: &Arc<dyn Gpu>, given: &Gradients, output_bytes: u64) -> Self {
+        let gradients = given.iter().flatten().map(|g| DeviceBuffer::from_slice(gpu, 0, g).unwrap()).collect();
+        Self { gradients, out: DeviceBuffer::new(gpu, 0, output_bytes).unwrap() }
+    }
+
+    fn given(&self) -> RankGradients {
+        let gradients = self.gradients.iter().map(|g| Some(g.slice())).collect();
+        RankGradients { gradients, out: self.out.slice(), ready: None }
+    }
+}
+
+fn outs(held: &[Held]) -> Vec<Vec<f32>> {
+    held.iter().map(|h| h.out.to_vec().unwrap()).collect()
+}
+
+fn given(held: &[Held]) -> Vec<RankGradients> {
+    held.iter().map(Held::given).collect()
+}
+
+#[test]
+fn t48_four_lanes_and_the_full_group_do_not_mix() {
+    for (path, seed) in [(Path::Device, 0), (Path::Host, 1), (Path::Device, 5)] {
+        let gpu: Arc<dyn Gpu> = SimGpu::new(sim(seed));
+        let options = CommunicatorOptions { path, stripe_bytes: 64, ..Default::default() };
+        let comm = |m, l| Communicator::new(Arc::clone(&gpu), Topology::new(m, l).unwrap(), options.clone()).unwrap();
+        let (pairs, full) = ((0..4).map(|_| comm(2, 1)).collect::<Vec<_>>(), comm(2, 4));
+        let (expert, dense) = (vec![vec![6_u64, 2], vec![40, 8]], vec![vec![9_u64, 3]]);
+        let expert_group = group(&expert, Dtype::F32);
+        let new = |c| LaneReduceScatter::new(c, &expert_group, GradientDtype::F32, &LaneOptions::default()).unwrap();
+        let mut lanes: Vec<LaneReduceScatter> = pairs.iter().map(new).collect();
+        let mut gathers: Vec<LaneAllGather> =
+            pairs.iter().map(|c| LaneAllGather::new(c, &expert_group).unwrap()).collect();
+        let dense_group = group(&dense, Dtype::F32);
+        let mut all =
+            ReduceScatter::new(&full, &dense_group, GradientDtype::F32, &ReduceScatterOptions::default()).unwrap();
+        let hold = |shapes: &[Vec<u64>], r: u32, bytes: u64| Held::new(&gpu, &int_fill(shapes, r), bytes);
+        let lane_ranks: Vec<Vec<Held>> = (0..4_u32)
+            .map(|l| [l, l + 4].map(|r| hold(&expert, r, lanes[l as usize].output_bytes())).into_iter().collect())
+            .collect();
+        let full_ranks: Vec<Held> = (0..8).map(|r| hold(&dense, r, all.output_bytes())).collect();
+        // Lane l gathers bytes of its own.
+        let wholes: Vec<Whole> = (0..4).map(|l| random_bytes(&expert_group, l)).collect();
+        for (ag, whole) in gathers.iter().zip(&wholes) {
+            for (r, (p, bytes)) in (0..2).flat_map(|r| whole.iter().enumerate().map(move |w| (r, w))) {
+                let shard = ag.shard(rank(r), p);
+                let at = r as usize * shard.bytes as usize;
+                gpu.upload(shard.address, &bytes[at..at + shard.bytes as usize]).unwrap();
+            }
+        }
+        for _ in 0..3 {
+            for l in 0..4 {
+                lanes[l].enqueue(&given(&lane_ranks[l]), Scale::default()).unwrap();
+                all.enqueue(&given(&full_ranks), Scale::default()).unwrap();
+                gathers[3 - l].enqueue(&[None, None]).unwrap();
+            }
+        }
+        pairs.iter().chain([&full]).for_each(|c| c.synchronize().unwrap());
+        assert_eq!((lanes[3].epoch(), gathers[0].epoch(), all.epoch()), (3, 3, 12));
+        for (l, held) in (0..4_u32).zip(&lane_ranks) {
+            let sources: Vec<_> = [l, l + 4].iter().map(|r| int_fill(&expert, *r)).collect();
+            let expected = reference(&expert, &sources, Scale::default(), 0.0);
+            assert_close(&outs(held), &expected, &format!("lane {l}"));
+        }
+        let sources: Vec<_> = (0..8).map(|r| int_fill(&dense, r)).collect();
+        assert_close(&outs(&full_ranks), &reference(&dense, &sources, Scale::default(), 0.0), "all ranks");
+        for (ag, whole) in gathers.iter().zip(&wholes) {
+            for (r, (p, bytes)) in (0..2).flat_map(|r| whole.iter().enumerate().map(move |w| (r, w))) {
+                let mut got = vec![0; bytes.len()];
+                gpu.download(ag.landing(rank(r), p).address, &mut got).unwrap();
+                assert!(got == *bytes, "rank {r} parameter {p}");
+            }
+        }
+    }
+}
+
+/// The sum of a few shard groups' outputs, in their order, in a stream behind them all; every group gets it.
+struct ReplicaSum {
+    gpu: Arc<dyn Gpu>,
+    stream: Stream,
+    /// Handed on so far: rank, output.
+    handed: Vec<(Rank, DeviceSlice)>,
+    kept: Vec<DeviceBuffer>,
+}
+
+impl ReplicaSum {
+    fn new(gpu: &Arc<dyn Gpu>) -> Self {
+        let stream = gpu.create_stream(0, Priority::Normal).unwrap();
+        Self { gpu: Arc::clone(gpu), stream, handed: Vec::new(), kept: Vec::new() }
+    }
+
+    /// Takes a group's output; the hook.
+    fn take(&mut self, rank: Rank, out: DeviceSlice, done: Event) -> tide_gpu::Result<Event> {
+        self.gpu.wait_event(self.stream, done)?;
+        self.handed.push((rank, out));
+        self.gpu.record(self.stream)
+    }
+
+    /// Adds what was handed on, rank by rank.
+    fn finish(&mut self, rank_count: u32) {
+        for r in (0..rank_count).map(Rank) {
+            let of_rank: Vec<DeviceSlice> = self.handed.iter().filter(|h| h.0 == r).map(|h| h.1).collect();
+            let addresses: Vec<u64> = of_rank.iter().map(|s| s.address.0).collect();
+            let table = DeviceBuffer::from_slice(&self.gpu, 0, &addresses).unwrap();
+            let params = FlatSumParams {
+                packed: table.address().0,
+                out: of_rank[0].address.0,
+                packed_elems: of_rank[0].bytes / 4,
+                rank_count: of_rank.len() as u32,
+                rank: 0,
+                accumulate: 0,
+                alpha: 1.0,
+            };
+            let params = bytemuck::bytes_of(&params);
+            let launch =
+                Launch { kernel: Kernel::StockFlatSum, grid: 1, block: 4, cluster: 1, shared_bytes: 0, params };
+            // SAFETY: outputs and table live until the stream is synchronized.
+            unsafe { self.gpu.launch(self.stream, &launch).unwrap() };
+            for slice in &of_rank[1..] {
+                let copy = Copy2d::flat(slice.address, of_rank[0].address, slice.bytes);
+                self.gpu.copy(self.stream, &copy).unwrap();
+            }
+            self.kept.push(table);
+        }
+        self.gpu.synchronize(self.stream, u64::MAX).unwrap();
+    }
+}
+
+fn assert_all(held: &[Held], value: f32) {
+    let outs = outs(held);
+    assert!(outs.iter().flatten().all(|v| (v - value).abs() < 1e-5), "{outs:?} against {value}");
+}
+
+#[test]
+fn t02_a_divide_factor_is_applied_once_over_replicas() {
+    let shapes = vec![vec![4_u64, 2]];
+    let shard_groups = |(m, l): (u32, u32), count: usize, as_lanes: bool| {
+        let gpu: Arc<dyn Gpu> = SimGpu::new(sim(m.into()));
+        let comm = |_| Communicator::new(Arc::clone(&gpu), Topology::new(m, l).unwrap(), Default::default()).unwrap();
+        let comms: Vec<Communicator> = (0..count).map(comm).collect();
+        let group = group(&shapes, Dtype::F32);
+        let scale = Scale { alpha: 1.0 / 300.0, accumulate: false };
+        let output_bytes = 4 * 8_u64.div_ceil(u64::from(m * l)).next_multiple_of(2);
+        let hold = |_| (0..m * l).map(|_| Held::new(&gpu, &constant(&shapes, 300.0), output_bytes)).collect();
+        let held: Vec<Vec<Held>> = (0..count).map(hold).collect();
+        let mut replicas = ReplicaSum::new(&gpu);
+        let mut running: Vec<(Option<ReduceScatter>, Option<LaneReduceScatter>)> = Vec::new();
+        for (comm, held) in comms.iter().zip(&held) {
+            let ranks = given(held);
+            let (mut general, mut lane) = (None, None);
+            let events = if as_lanes {
+                let rs = LaneReduceScatter::new(comm, &group, GradientDtype::F32, &LaneOptions::default()).unwrap();
+                lane.insert(rs).enqueue(&ranks, scale).unwrap()
+            } else {
+                let rs = ReduceScatter::new(comm, &group, GradientDtype::F32, &Default::default()).unwrap();
+                general.insert(rs).enqueue(&ranks, scale).unwrap()
+            };
+            running.push((general, lane));
+            let mut hook = |rank: Rank, out: DeviceSlice, done: Event| replicas.take(rank, out, done);
+            let reduced = hand_on(&ranks, &events, &mut hook).unwrap();
+            assert!(reduced.iter().zip(&events).all(|(r, e)| r.read == e.read && r.done != e.done));
+        }
+        comms.iter().for_each(|c| c.synchronize().unwrap());
+        // Of eight ranks the last four own no row.
+        held.iter().for_each(|h| assert_all(&h[..4], if m * l == 8 { 8.0 } else { 4.0 }));
+        if count > 1 {
+            replicas.finish(m * l);
+            held.iter().for_each(|h| assert_all(h, 8.0));
+        }
+    };
+    shard_groups((1, 4), 2, false);
+    shard_groups((4, 1), 2, true);
+    shard_groups((2, 4), 1, false);
+    shard_groups((8, 1), 1, true);
+}
+
+/// Dense parameters over all four ranks, experts over two lanes whose outputs are added: each with its own factor.
+#[test]
+fn t60_factors_of_dense_and_expert_groups_do_not_mix() {
+    let gpu: Arc<dyn Gpu> = SimGpu::new(sim(8));
+    let comm = |m, l| Communicator::new(Arc::clone(&gpu), Topology::new(m, l).unwrap(), Default::default()).unwrap();
+    let (full, lanes) = (comm(2, 2), [comm(2, 1), comm(2, 1)]);
+    let shapes = vec![vec![4_u64, 2]];
+    let group = group(&shapes, Dtype::F32);
+    let mut dense = ReduceScatter::new(&full, &group, GradientDtype::F32, &Default::default()).unwrap();
+    let new = |c| LaneReduceScatter::new(c, &group, GradientDtype::F32, &LaneOptions::default()).unwrap();
+    let mut experts = lanes.each_ref().map(new);
+    let hold =
+        |count, bytes| -> Vec<Held> { (0..count).map(|_| Held::new(&gpu, &constant(&shapes, 8.0), bytes)).collect() };
+    let dense_held = hold(4, dense.output_bytes());
+    let expert_held = [0, 1].map(|l: usize| hold(2, experts[l].output_bytes()));
+    for (dense_alpha, expert_alpha) in [(0.25, 0.125), (0.125, 0.25), (0.25, 0.125)] {
+        let scale = |alpha| Scale { alpha, accumulate: false };
+        let mut replicas = ReplicaSum::new(&gpu);
+        for (rs, held) in experts.iter_mut().zip(&expert_held) {
+            let events = rs.enqueue(&given(held), scale(expert_alpha)).unwrap();
+            dense.enqueue(&given(&dense_held), scale(dense_alpha)).unwrap();
+            hand_on(&given(held), &events, &mut |r, o, d| replicas.take(r, o, d)).unwrap();
+        }
+        lanes.iter().chain([&full]).for_each(|c| c.synchronize().unwrap());
+        expert_held.iter().for_each(|h| assert_all(h, 16.0 * expert_alpha));
+        replicas.finish(2);
+        expert_held.iter().for_each(|h| assert_all(h, 32.0 * expert_alpha));
+        assert_all(&dense_held, 32.0 * dense_alpha);
+    }
+}
