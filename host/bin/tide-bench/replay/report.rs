@@ -243,3 +243,49 @@ impl Facts {
         if self.ns_bytes == 0 { 0.0 } else { bytes as f64 / self.ns_bytes as f64 }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts() -> Facts {
+        Facts {
+            backend: "cuda",
+            path: "device",
+            mode: "in-place".into(),
+            nodes: 2,
+            gpus: 4,
+            layers: 4,
+            accumulate_steps: 1,
+            checkpoint: false,
+            seed: 1,
+            params: 9,
+            ns_bytes: 100,
+            bound_bytes: Bounds { ring: 225, reduce_scatter: 60, held_gradients: 100, layer: 385 },
+            paper_layer_ns: None,
+            stock_bytes: Stock { parameters: 100, gathered: 100, packed: 200, layer: 400 },
+            title: "preset x".into(),
+        }
+    }
+
+    fn step(reduce_scatter: u64) -> Step {
+        let peaks = Peaks { ring: 225, reduce_scatter, held_gradients: 100, ..Peaks::default() };
+        facts().step(0, Duration::from_micros(7), peaks, Some(0), "00ff".into())
+    }
+
+    #[test]
+    fn a_bound_that_is_exceeded_is_named_with_its_bytes() {
+        assert!(facts().exceeded(&step(60)).is_empty());
+        let sentences = facts().exceeded(&step(61));
+        assert_eq!(sentences[0], "step 1: the reduce-scatter's area takes 61 B, its bound is 60 B");
+        assert_eq!(sentences.len(), 2, "the area, and the layer with it: {sentences:?}");
+        assert!(facts().table(&[step(61)]).contains("# Memory bounds        : EXCEEDED"));
+    }
+
+    #[test]
+    fn a_gpus_time_is_shown_and_shares_are_of_the_group() {
+        let text = facts().table(&[step(60)]);
+        let row: Vec<&str> = text.lines().find(|line| !line.starts_with('#')).unwrap().split_whitespace().collect();
+        assert_eq!((row[1], row[10], row[11], row[13]), ("7.0", "3.850", "3.850", "4.000"), "{text}");
+    }
+}
