@@ -22,7 +22,7 @@ pub use stock::{StockAllGather, StockReduceScatter};
 
 use crate::error::{Result, TideError};
 use crate::gpu::{DeviceSlice, Event};
-use crate::layout::{Dtype, Group};
+use crate::layout::{Dtype, Group, GroupLayout};
 use tide_device::abi::params::GRADIENTS_MAX;
 
 /// The element type of the gradients of a call.
@@ -118,4 +118,23 @@ fn check_rank_count(given: usize, driven: u32) -> Result<()> {
         return Ok(());
     }
     Err(TideError::usage(format!("the call names {given} ranks, the communicator drives {driven}")))
+}
+
+/// Checks what every driven rank brings to a reduce-scatter of a group of this layout, before anything is enqueued.
+fn check_gradients(ranks: &[RankGradients], driven: u32, layout: &GroupLayout, dtype: GradientDtype) -> Result<()> {
+    check_rank_count(ranks.len(), driven)?;
+    for (rank, given) in ranks.iter().enumerate() {
+        let (found, expected) = (given.gradients.len(), layout.parameters().len());
+        if found != expected {
+            return Err(TideError::usage(format!("rank {rank}: {found} gradients given, the group has {expected}")));
+        }
+        check_slice(&format!("rank {rank}, output"), given.out, 4 * layout.packed_elems(), 16)?;
+        for (index, (gradient, p)) in given.gradients.iter().zip(layout.parameters()).enumerate() {
+            if let Some(gradient) = gradient {
+                let what = format!("rank {rank}, gradient {index}");
+                check_slice(&what, *gradient, p.elems * dtype.bytes(), dtype.bytes())?;
+            }
+        }
+    }
+    Ok(())
 }

@@ -1,8 +1,8 @@
 //! The FSDP2-like baseline [TIDE §2.1]: flat, rank-major buffers with layout copies around them. Its buffers are what TIDE's
 //! are compared with, and it takes the groups that the fast path does not.
 
-use super::{Communicator, GradientDtype, RankEvents, RankGradients, Scale, check_rank_count, check_slice};
-use crate::error::{Result, TideError};
+use super::{Communicator, GradientDtype, RankEvents, RankGradients, Scale, check_gradients};
+use crate::error::Result;
 use crate::gpu::{Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Launch, Priority, Stream};
 use crate::layout::{Group, GroupLayout};
 use crate::plan::{Rank, Topology};
@@ -30,7 +30,7 @@ impl StockReduceScatter {
     /// Allocates the packed buffer on every rank.
     ///
     /// # Errors
-    /// [`TideError::Layout`]; what the driver refuses.
+    /// [`crate::TideError::Layout`]; what the driver refuses.
     pub fn new(comm: &Communicator, group: &Group, dtype: GradientDtype) -> Result<Self> {
         comm.check()?;
         let (gpu, topology) = (comm.gpu(), comm.topology());
@@ -78,22 +78,7 @@ impl StockReduceScatter {
     /// As [`super::ReduceScatter::enqueue`].
     pub fn enqueue(&mut self, ranks: &[RankGradients], scale: Scale) -> Result<Vec<RankEvents>> {
         self.comm.check()?;
-        check_rank_count(ranks.len(), self.topology().rank_count())?;
-        for (rank, given) in ranks.iter().enumerate() {
-            if given.gradients.len() != self.layout.parameters().len() {
-                let (found, expected) = (given.gradients.len(), self.layout.parameters().len());
-                return Err(TideError::usage(format!(
-                    "rank {rank}: {found} gradients given, the group has {expected}"
-                )));
-            }
-            check_slice(&format!("rank {rank}, output"), given.out, 4 * self.layout.packed_elems(), 16)?;
-            for (index, (gradient, p)) in given.gradients.iter().zip(self.layout.parameters()).enumerate() {
-                if let Some(gradient) = gradient {
-                    let bytes = p.elems * self.dtype.bytes();
-                    check_slice(&format!("rank {rank}, gradient {index}"), *gradient, bytes, self.dtype.bytes())?;
-                }
-            }
-        }
+        check_gradients(ranks, self.topology().rank_count(), &self.layout, self.dtype)?;
         // The tables are written now, not in stream order: calls do not overlap here.
         self.comm.synchronize()?;
         let mut packed = Vec::new();
@@ -177,7 +162,7 @@ impl StockAllGather {
     /// Allocates packed shard, rank-major output and per-parameter storage on every rank.
     ///
     /// # Errors
-    /// [`TideError::Layout`]; what the driver refuses.
+    /// [`crate::TideError::Layout`]; what the driver refuses.
     pub fn new(comm: &Communicator, group: &Group) -> Result<Self> {
         comm.check()?;
         let topology = comm.topology();
@@ -221,7 +206,7 @@ impl StockAllGather {
     /// Enqueues one call on every driven rank.
     ///
     /// # Errors
-    /// [`TideError::Poisoned`]; what the driver refuses.
+    /// [`crate::TideError::Poisoned`]; what the driver refuses.
     pub fn enqueue(&mut self) -> Result<Vec<RankEvents>> {
         self.comm.check()?;
         let (gpu, topology) = (self.comm.gpu(), self.comm.topology());

@@ -34,7 +34,7 @@ use super::check_lane;
 use crate::arena::{Arena, ArenaLayout, Region, Signals};
 use crate::collectives::rounds::{BlockRing, RankRound, Rounds, RoundsCall};
 use crate::collectives::{
-    Communicator, GradientDtype, RankEvents, RankGradients, Scale, check_fast_path, check_rank_count, check_slice,
+    Communicator, GradientDtype, RankEvents, RankGradients, Scale, check_fast_path, check_gradients,
 };
 use crate::error::{Result, TideError};
 use crate::gpu::{Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Event, Fill2d, Gpu, Launch, Priority, Stream};
@@ -194,7 +194,7 @@ impl LaneReduceScatter {
     /// [`TideError::Poisoned`]; what the driver refuses.
     pub fn enqueue(&mut self, ranks: &[RankGradients], scale: Scale) -> Result<Vec<RankEvents>> {
         self.comm.check()?;
-        self.check_arguments(ranks)?;
+        check_gradients(ranks, self.topology().rank_count(), &self.layout, self.dtype)?;
         for (rank, given) in self.topology().ranks().zip(ranks) {
             if let Some(ready) = given.ready {
                 self.gpu().wait_event(self.streams(rank).copy, ready)?;
@@ -209,26 +209,6 @@ impl LaneReduceScatter {
         }
         self.epoch += 1;
         Ok(events)
-    }
-
-    fn check_arguments(&self, ranks: &[RankGradients]) -> Result<()> {
-        check_rank_count(ranks.len(), self.topology().rank_count())?;
-        for (rank, given) in ranks.iter().enumerate() {
-            let (found, expected) = (given.gradients.len(), self.layout.parameters().len());
-            if found != expected {
-                return Err(TideError::usage(format!(
-                    "rank {rank}: {found} gradients given, the group has {expected}"
-                )));
-            }
-            check_slice(&format!("rank {rank}, output"), given.out, self.output_bytes(), 16)?;
-            for (index, (gradient, p)) in given.gradients.iter().zip(self.layout.parameters()).enumerate() {
-                if let Some(gradient) = gradient {
-                    let bytes = p.elems * self.dtype.bytes();
-                    check_slice(&format!("rank {rank}, gradient {index}"), *gradient, bytes, self.dtype.bytes())?;
-                }
-            }
-        }
-        Ok(())
     }
 
     /// Gathers an item's blocks on every rank and sends them.

@@ -22,9 +22,9 @@ mod tables;
 
 use super::node::{NodeSignals, Place};
 use super::rounds::Rounds;
-use super::{Communicator, GradientDtype, RankEvents, Scale, check_fast_path, check_rank_count, check_slice};
+use super::{Communicator, GradientDtype, RankEvents, Scale, check_fast_path, check_gradients, check_rank_count};
 use crate::arena::Arena;
-use crate::error::{Result, TideError};
+use crate::error::Result;
 use crate::gpu::{DeviceBuffer, DeviceSlice, Event, Fill2d, Gpu, Priority, Stream};
 use crate::layout::{Group, GroupLayout};
 use crate::plan::{Rank, ReduceScatterOptions, ReduceScatterPlan, Topology};
@@ -99,7 +99,7 @@ impl ReduceScatter {
     /// Plans a reduce-scatter of `group`, allocates its arena on every rank and uploads its tables.
     ///
     /// # Errors
-    /// [`TideError::Layout`] and [`TideError::Plan`] for what has no plan; [`TideError::Unsupported`] for a group of more
+    /// [`crate::TideError::Layout`] and [`crate::TideError::Plan`] for what has no plan; [`crate::TideError::Unsupported`] for a group of more
     /// than 256 parameters, which [`super::StockReduceScatter`] takes; what the driver refuses.
     pub fn new(
         comm: &Communicator,
@@ -187,8 +187,8 @@ impl ReduceScatter {
     /// The caller keeps gradients as they are until `read` and does not touch the output before `done`.
     ///
     /// # Errors
-    /// [`TideError::Usage`] for wrong counts, sizes, alignments or null addresses, before anything is enqueued;
-    /// [`TideError::Poisoned`]; what the driver refuses.
+    /// [`crate::TideError::Usage`] for wrong counts, sizes, alignments or null addresses, before anything is enqueued;
+    /// [`crate::TideError::Poisoned`]; what the driver refuses.
     pub fn enqueue(&mut self, ranks: &[RankGradients], scale: Scale) -> Result<Vec<RankEvents>> {
         self.enqueue_behind(ranks, scale, &vec![None; ranks.len()])
     }
@@ -206,7 +206,7 @@ impl ReduceScatter {
     ) -> Result<Vec<RankEvents>> {
         self.comm.check()?;
         check_rank_count(gates.len(), self.topology().rank_count())?;
-        self.check_arguments(ranks)?;
+        check_gradients(ranks, self.topology().rank_count(), &self.layout, self.dtype)?;
         self.descriptor_count = 0;
         let bank = (self.epoch % 2) as u32;
         for (rank, given) in self.topology().ranks().zip(ranks) {
@@ -233,27 +233,6 @@ impl ReduceScatter {
         }
         self.epoch += 1;
         Ok(read.into_iter().zip(done).map(|(read, done)| RankEvents { read, done }).collect())
-    }
-
-    fn check_arguments(&self, ranks: &[RankGradients]) -> Result<()> {
-        check_rank_count(ranks.len(), self.topology().rank_count())?;
-        for (rank, given) in ranks.iter().enumerate() {
-            let expected = self.layout.parameters().len();
-            if given.gradients.len() != expected {
-                let found = given.gradients.len();
-                return Err(TideError::usage(format!(
-                    "rank {rank}: {found} gradients given, the group has {expected}"
-                )));
-            }
-            check_slice(&format!("rank {rank}, output"), given.out, self.output_bytes(), 16)?;
-            for (index, (gradient, layout)) in given.gradients.iter().zip(self.layout.parameters()).enumerate() {
-                if let Some(gradient) = gradient {
-                    let bytes = layout.elems * self.dtype.bytes();
-                    check_slice(&format!("rank {rank}, gradient {index}"), *gradient, bytes, self.dtype.bytes())?;
-                }
-            }
-        }
-        Ok(())
     }
 
     /// Inboxes start as zeros: blocks that no wave has written yet are read, too.
