@@ -4,8 +4,8 @@
 //! on every rank; it is what the network and the multicast address go by.
 
 use crate::error::Result;
-use crate::gpu::{DeviceBuffer, DevicePtr, Gpu};
-use crate::plan::{LocalRank, Node, Rank, Topology};
+use crate::gpu::{DevicePtr, Gpu};
+use crate::plan::{LocalRank, Node, Rank, RankRange, Topology};
 use std::sync::Arc;
 use tide_device::abi::signal::SIGNAL_BYTES;
 
@@ -87,39 +87,40 @@ impl ArenaLayout {
     }
 }
 
-/// The arenas of all ranks that the process drives.
+/// What an arena is carved from: equally long memory on every rank, as far as this process can address it.
+pub trait SymmetricMemory: Send + Sync {
+    /// The first byte of a rank's memory; `None` for a rank that is out of reach: one on another node.
+    fn base(&self, rank: Rank) -> Option<DevicePtr>;
+    /// The first byte behind a node's multicast address, if it has one.
+    fn multicast(&self, node: Node) -> Option<DevicePtr>;
+}
+
+/// The arenas of the ranks that the process drives, and of those on the same nodes.
 pub struct Arena {
-    gpu: Arc<dyn Gpu>,
     topology: Topology,
     layout: ArenaLayout,
     signals: Region,
-    ranks: Vec<DeviceBuffer>,
-    multicast: Vec<Option<DevicePtr>>,
+    memory: Arc<dyn SymmetricMemory>,
 }
 
 impl Arena {
-    /// Allocates an arena of this layout for every rank, on the device that `device_of` names; signal words start at zero.
+    /// Carves memory that `allocate` gives, of as many bytes on every rank as it is asked for. The signal words of the
+    /// `driven` ranks start at zero; whoever lets peers raise them waits for all ranks first.
     ///
     /// # Errors
-    /// As [`Gpu::allocate`], [`Gpu::upload`] and [`Gpu::bind_multicast`].
+    /// As `allocate` and [`Gpu::upload`].
     pub fn new(
         gpu: &Arc<dyn Gpu>,
         topology: Topology,
+        driven: RankRange,
         mut layout: ArenaLayout,
-        device_of: impl Fn(Rank) -> u32,
+        allocate: impl FnOnce(u64) -> Result<Arc<dyn SymmetricMemory>>,
     ) -> Result<Self> {
         let signals = layout.region("signals", u64::from(layout.signal_count.max(1)) * SIGNAL_BYTES);
-        let mut ranks = Vec::with_capacity(topology.rank_count() as usize);
-        for rank in topology.ranks() {
-            let buffer = DeviceBuffer::new(gpu, device_of(rank), layout.end)?;
-            gpu.upload(DevicePtr(buffer.address().0 + signals.offset), &vec![0; signals.bytes as usize])?;
-            ranks.push(buffer);
-        }
-        let mut arena = Self { gpu: Arc::clone(gpu), topology, layout, signals, ranks, multicast: Vec::new() };
-        for node in topology.nodes() {
-            let replicas: Vec<DevicePtr> = topology.local_ranks().map(|l| arena.base(topology.rank(node, l))).collect();
-            let address = arena.gpu.bind_multicast(&replicas, arena.layout.end)?;
-            arena.multicast.push(address);
+        let memory = allocate(layout.end)?;
+        let arena = Self { topology, layout, signals, memory };
+        for rank in driven.iter() {
+            gpu.upload(arena.at(rank, signals, 0, signals.bytes), &vec![0; signals.bytes as usize])?;
         }
         Ok(arena)
     }
@@ -140,8 +141,11 @@ impl Arena {
     }
 
     /// The first byte of a rank's arena, for a network that goes by symmetric offsets.
+    ///
+    /// # Panics
+    /// If the rank is on a node that this process has no rank on: a bug of the caller.
     pub fn base(&self, rank: Rank) -> DevicePtr {
-        self.ranks[rank.0 as usize].address()
+        self.memory.base(rank).unwrap_or_else(|| panic!("rank {} is on another node", rank.0))
     }
 
     /// Where `bytes` at `offset` of a region lie on a rank.
@@ -154,7 +158,7 @@ impl Arena {
 
     /// The same behind the node's multicast address; `None` where it has none.
     pub fn multicast(&self, node: Node, region: Region, offset: u64, bytes: u64) -> Option<DevicePtr> {
-        self.multicast[node.0 as usize].map(|base| DevicePtr(base.0 + region.symmetric_offset(offset, bytes)))
+        self.memory.multicast(node).map(|base| DevicePtr(base.0 + region.symmetric_offset(offset, bytes)))
     }
 
     /// Symmetric offset of signal 0.

@@ -809,7 +809,7 @@ fn t02_a_divide_factor_is_applied_once_over_replicas() {
             };
             running.push((general, lane));
             let mut hook = |rank: Rank, out: DeviceSlice, done: Event| replicas.take(rank, out, done);
-            let reduced = hand_on(&ranks, &events, &mut hook).unwrap();
+            let reduced = hand_on(comm, &ranks, &events, &mut hook).unwrap();
             assert!(reduced.iter().zip(&events).all(|(r, e)| r.read == e.read && r.done != e.done));
         }
         comms.iter().for_each(|c| c.synchronize().unwrap());
@@ -844,10 +844,10 @@ fn t60_factors_of_dense_and_expert_groups_do_not_mix() {
     for (dense_alpha, expert_alpha) in [(0.25, 0.125), (0.125, 0.25), (0.25, 0.125)] {
         let scale = |alpha| Scale { alpha, accumulate: false };
         let mut replicas = ReplicaSum::new(&gpu);
-        for (rs, held) in experts.iter_mut().zip(&expert_held) {
+        for ((rs, comm), held) in experts.iter_mut().zip(&lanes).zip(&expert_held) {
             let events = rs.enqueue(&given(held), scale(expert_alpha)).unwrap();
             dense.enqueue(&given(&dense_held), scale(dense_alpha)).unwrap();
-            hand_on(&given(held), &events, &mut |r, o, d| replicas.take(r, o, d)).unwrap();
+            hand_on(comm, &given(held), &events, &mut |r, o, d| replicas.take(r, o, d)).unwrap();
         }
         lanes.iter().chain([&full]).for_each(|c| c.synchronize().unwrap());
         expert_held.iter().for_each(|h| assert_all(h, 16.0 * expert_alpha));

@@ -1,16 +1,16 @@
 //! A communicator: the ranks that a process drives, where they run, and whether they still can.
 
+use crate::arena::{Arena, ArenaLayout};
 use crate::error::{Result, TideError};
-use crate::gpu::{Event, Gpu, Priority, Stream, SyncOutcome};
+use crate::gpu::{DeviceBuffer, Event, Gpu, Priority, Stream, SyncOutcome};
 use crate::layout::Group;
 use crate::monitor::{Monitor, root_cause};
-use crate::net::Path;
-use crate::plan::{LocalRank, Rank, Topology};
+use crate::net::loopback::LoopbackFabric;
+use crate::net::{Fabric, Facts, Net, NetOptions, Path};
+use crate::plan::{Rank, RankRange, Topology};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tide_device::abi::params::Deadline;
-
-use crate::gpu::DeviceBuffer;
 
 /// How a communicator works.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,11 +32,10 @@ impl Default for CommunicatorOptions {
 }
 
 struct Shared {
-    gpu: Arc<dyn Gpu>,
-    topology: Topology,
+    fabric: Arc<dyn Fabric>,
     options: CommunicatorOptions,
     monitor: Monitor,
-    /// One 4-byte claim word per rank, in 8-byte steps.
+    /// Per driven rank: its claim word.
     claims: Vec<DeviceBuffer>,
     state: Mutex<State>,
 }
@@ -60,30 +59,44 @@ impl Communicator {
     /// # Errors
     /// [`TideError::Usage`] for options out of range; what the driver refuses.
     pub fn new(gpu: Arc<dyn Gpu>, topology: Topology, options: CommunicatorOptions) -> Result<Self> {
+        Self::over(Arc::new(LoopbackFabric::new(gpu, topology)), options)
+    }
+
+    /// A communicator of the ranks that a fabric connects. This process drives some of them, and all processes make the
+    /// same calls in the same order.
+    ///
+    /// # Errors
+    /// [`TideError::Usage`] for options out of range; [`TideError::Disagreement`] if they differ between processes; what
+    /// the driver refuses.
+    pub fn over(fabric: Arc<dyn Fabric>, options: CommunicatorOptions) -> Result<Self> {
         if options.context_count == 0 || options.stripe_bytes == 0 || !options.stripe_bytes.is_multiple_of(16) {
             return Err(TideError::usage(format!(
                 "{} contexts with stripes of {} bytes: at least one context, and a positive multiple of 16 bytes",
                 options.context_count, options.stripe_bytes
             )));
         }
-        let monitor = Monitor::new(Arc::clone(&gpu), topology.rank_count())?;
-        let device_count = gpu.device_count();
-        let claims = topology
-            .ranks()
-            .map(|r| DeviceBuffer::from_slice(&gpu, topology.local_of(r).0 % device_count, &[0_u64]))
-            .collect::<Result<_>>()?;
+        fabric.agree("communicator", &vec![("communicator options", format!("{options:?}"))])?;
+        let gpu = fabric.gpu();
+        let monitor = Monitor::new(Arc::clone(gpu), fabric.driven().count())?;
+        let claim = |rank| DeviceBuffer::from_slice(gpu, fabric.device_of(rank), &[0_u64]);
+        let claims = fabric.driven().iter().map(claim).collect::<Result<_>>()?;
         let state = Mutex::default();
-        Ok(Self { shared: Arc::new(Shared { gpu, topology, options, monitor, claims, state }) })
+        Ok(Self { shared: Arc::new(Shared { fabric, options, monitor, claims, state }) })
     }
 
     /// The GPUs.
     pub fn gpu(&self) -> &Arc<dyn Gpu> {
-        &self.shared.gpu
+        self.shared.fabric.gpu()
     }
 
-    /// The ranks.
+    /// All ranks.
     pub fn topology(&self) -> Topology {
-        self.shared.topology
+        self.shared.fabric.topology()
+    }
+
+    /// The ranks that this process drives: a call names these, in order.
+    pub fn driven(&self) -> RankRange {
+        self.shared.fabric.driven()
     }
 
     /// The options.
@@ -91,10 +104,9 @@ impl Communicator {
         &self.shared.options
     }
 
-    /// The device that a rank runs on.
+    /// The device that a driven rank runs on.
     pub fn device_of(&self, rank: Rank) -> u32 {
-        let LocalRank(local) = self.shared.topology.local_of(rank);
-        local % self.shared.gpu.device_count()
+        self.shared.fabric.device_of(rank)
     }
 
     /// Waits until all that was enqueued has taken effect.
@@ -106,7 +118,7 @@ impl Communicator {
         self.check()?;
         let streams = self.lock().streams.clone();
         for stream in streams {
-            let outcome = self.shared.gpu.synchronize(stream, self.timeout_ns());
+            let outcome = self.gpu().synchronize(stream, self.timeout_ns());
             match outcome.map_err(|error| self.poison(error))? {
                 SyncOutcome::Complete => {}
                 SyncOutcome::Stalled { mut faults } => {
@@ -141,7 +153,15 @@ impl Communicator {
     }
 
     fn poison(&self, error: TideError) -> TideError {
-        self.lock().poisoned.get_or_insert_with(|| error.to_string());
+        let is_first = {
+            let mut state = self.lock();
+            let is_first = state.poisoned.is_none();
+            state.poisoned.get_or_insert_with(|| error.to_string());
+            is_first
+        };
+        if is_first {
+            self.shared.fabric.abort();
+        }
         error
     }
 
@@ -150,7 +170,7 @@ impl Communicator {
     /// # Errors
     /// [`TideError::Disagreement`] that names the ranks whose group differs from rank 0's.
     pub fn agree(&self, groups: &[Group]) -> Result<()> {
-        super::check_rank_count(groups.len(), self.topology().rank_count())?;
+        super::check_rank_count(groups.len(), self.driven())?;
         let first = groups[0].signature();
         let differing: Vec<String> =
             (0..groups.len()).filter(|&r| groups[r].signature() != first).map(|r| r.to_string()).collect();
@@ -170,9 +190,37 @@ impl Communicator {
     pub(super) fn deadline(&self, rank: Rank) -> Deadline {
         Deadline {
             timeout_ns: self.timeout_ns(),
-            fault: self.shared.monitor.record_address(rank.0).0,
-            claim: self.shared.claims[rank.0 as usize].address().0,
+            fault: self.shared.monitor.record_address(self.index(rank) as u32).0,
+            claim: self.shared.claims[self.index(rank)].address().0,
         }
+    }
+
+    /// A driven rank's place among them.
+    pub(super) fn index(&self, rank: Rank) -> usize {
+        self.driven().index(rank)
+    }
+
+    /// Once all processes agree on what they install, allocates an arena of this layout on every rank and lays the rails
+    /// over it.
+    pub(super) fn install(&self, what: &str, facts: &Facts, layout: ArenaLayout) -> Result<(Arc<Arena>, Arc<dyn Net>)> {
+        let fabric = &self.shared.fabric;
+        fabric.agree(what, facts)?;
+        let mut window = None;
+        let arena = Arena::new(self.gpu(), self.topology(), self.driven(), layout, |bytes| {
+            let memory = fabric.allocate(bytes)?;
+            window = Some(Arc::clone(&memory));
+            Ok(memory)
+        })?;
+        let CommunicatorOptions { path, context_count, .. } = self.shared.options;
+        let options = NetOptions { path, context_count, timeout_ns: self.timeout_ns() };
+        let window = window.expect("the arena was given memory");
+        let net = window.connect(arena.signals_offset(), options)?;
+        Ok((Arc::new(arena), net))
+    }
+
+    /// Waits until all processes have installed a collective: peers may write to this one's arena from here on.
+    pub(super) fn installed(&self, what: &str) -> Result<()> {
+        self.shared.fabric.agree(what, &Facts::new())
     }
 
     pub(super) fn create_stream(&self, rank: Rank, priority: Priority) -> Result<Stream> {
@@ -180,7 +228,7 @@ impl Communicator {
     }
 
     pub(super) fn create_device_stream(&self, device: u32, priority: Priority) -> Result<Stream> {
-        let stream = self.shared.gpu.create_stream(device, priority)?;
+        let stream = self.gpu().create_stream(device, priority)?;
         self.lock().streams.push(stream);
         Ok(stream)
     }
@@ -188,15 +236,15 @@ impl Communicator {
     pub(super) fn destroy_streams(&self, streams: impl IntoIterator<Item = Stream>) {
         for stream in streams {
             self.lock().streams.retain(|s| *s != stream);
-            self.shared.gpu.destroy_stream(stream);
+            self.gpu().destroy_stream(stream);
         }
     }
 
     /// Makes each of `to` wait for all enqueued in `from` so far.
     pub(super) fn join(&self, from: Stream, to: impl IntoIterator<Item = Stream>) -> Result<Event> {
-        let event = self.shared.gpu.record(from)?;
+        let event = self.gpu().record(from)?;
         for stream in to {
-            self.shared.gpu.wait_event(stream, event)?;
+            self.gpu().wait_event(stream, event)?;
         }
         Ok(event)
     }

@@ -23,6 +23,7 @@ pub use stock::{StockAllGather, StockReduceScatter};
 use crate::error::{Result, TideError};
 use crate::gpu::{DeviceSlice, Event};
 use crate::layout::{Dtype, Group, GroupLayout};
+use crate::plan::{Rank, RankRange};
 use tide_device::abi::params::GRADIENTS_MAX;
 
 /// The element type of the gradients of a call.
@@ -113,17 +114,22 @@ fn check_slice(what: &str, slice: DeviceSlice, bytes: u64, align: u64) -> Result
 }
 
 /// Checks that a call names every driven rank once.
-fn check_rank_count(given: usize, driven: u32) -> Result<()> {
-    if given == driven as usize {
+fn check_rank_count(given: usize, driven: RankRange) -> Result<()> {
+    if given == driven.count() as usize {
         return Ok(());
     }
-    Err(TideError::usage(format!("the call names {given} ranks, the communicator drives {driven}")))
+    Err(TideError::usage(format!("the call names {given} ranks, the communicator drives {}", driven.count())))
 }
 
 /// Checks what every driven rank brings to a reduce-scatter of a group of this layout, before anything is enqueued.
-fn check_gradients(ranks: &[RankGradients], driven: u32, layout: &GroupLayout, dtype: GradientDtype) -> Result<()> {
+fn check_gradients(
+    ranks: &[RankGradients],
+    driven: RankRange,
+    layout: &GroupLayout,
+    dtype: GradientDtype,
+) -> Result<()> {
     check_rank_count(ranks.len(), driven)?;
-    for (rank, given) in ranks.iter().enumerate() {
+    for (Rank(rank), given) in driven.iter().zip(ranks) {
         let (found, expected) = (given.gradients.len(), layout.parameters().len());
         if found != expected {
             return Err(TideError::usage(format!("rank {rank}: {found} gradients given, the group has {expected}")));

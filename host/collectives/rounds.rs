@@ -2,11 +2,9 @@
 //! every driven rank.
 
 use super::Communicator;
-use crate::arena::Arena;
 use crate::error::Result;
 use crate::gpu::{DeviceBuffer, Launch, Priority, Stream};
-use crate::net::loopback::Loopback;
-use crate::net::{HostPut, Net, Path};
+use crate::net::{HostPut, HostSignal, Net, Path, SignalKind};
 use crate::plan::{Node, Rank};
 use std::sync::Arc;
 use tide_device::abi::fault::{Operation, WaitKind, WaitTag};
@@ -61,9 +59,9 @@ pub(super) struct Rounds {
     comm: Communicator,
     net: Arc<dyn Net>,
     operation: Operation,
-    /// Per rank, then per round.
+    /// Per driven rank, then per round.
     rounds: Vec<Vec<RankRound>>,
-    /// Per rank, then per credit table.
+    /// Per driven rank, then per credit table.
     credits: Vec<Vec<Vec<Credit>>>,
     /// Device path: the uploaded credits, as `credits`.
     credit_tables: Vec<Vec<DeviceBuffer>>,
@@ -83,18 +81,15 @@ impl Rounds {
     /// Uploads the tables. `rounds` and `credits` are per rank; `progress` gives a rank's progress word, or null.
     pub(super) fn new(
         comm: &Communicator,
-        arena: &Arc<Arena>,
+        net: &Arc<dyn Net>,
         operation: Operation,
         rounds: Vec<Vec<RankRound>>,
         credits: Vec<Vec<Vec<Credit>>>,
         progress: impl Fn(Rank) -> u64,
     ) -> Result<Self> {
-        let gpu = comm.gpu();
-        let context_count = comm.options().context_count;
-        let net = Loopback::new(gpu, arena, context_count, comm.timeout_ns(), |r| comm.device_of(r))?;
         let mut this = Self {
             comm: comm.clone(),
-            net: Arc::new(net),
+            net: Arc::clone(net),
             operation,
             rounds,
             credits,
@@ -112,14 +107,14 @@ impl Rounds {
         let gpu = self.comm.gpu();
         let widest = self.rounds.iter().flatten().map(|r| r.transfer_count().max(r.arrivals.len())).max().unwrap_or(0);
         for device in 0..gpu.device_count() {
-            let ranks: Vec<Rank> = self.comm.topology().ranks().filter(|r| self.comm.device_of(*r) == device).collect();
+            let ranks: Vec<Rank> = self.comm.driven().iter().filter(|r| self.comm.device_of(*r) == device).collect();
             if ranks.is_empty() {
                 continue;
             }
             let (mut tables, mut entries) = (Vec::new(), Vec::new());
             for &rank in &ranks {
                 let (mut rounds, mut puts, mut arrivals) = (Vec::new(), Vec::new(), Vec::new());
-                for round in &self.rounds[rank.0 as usize] {
+                for round in &self.rounds[self.comm.index(rank)] {
                     rounds.push(NetRound {
                         put_first: puts.len() as u32,
                         put_count: round.puts.len() as u32,
@@ -159,10 +154,10 @@ impl Rounds {
     }
 
     fn upload_credits(&mut self) -> Result<()> {
-        for rank in self.comm.topology().ranks() {
+        for rank in self.comm.driven().iter() {
             let device = self.comm.device_of(rank);
             let upload = |credits: &Vec<Credit>| DeviceBuffer::from_slice(self.comm.gpu(), device, credits);
-            let tables = self.credits[rank.0 as usize].iter().map(upload).collect::<Result<_>>()?;
+            let tables = self.credits[self.comm.index(rank)].iter().map(upload).collect::<Result<_>>()?;
             self.credit_tables.push(tables);
         }
         Ok(())
@@ -184,7 +179,7 @@ impl Rounds {
         let gpu = self.comm.gpu();
         for launch in &self.launches {
             for rank in &launch.ranks {
-                self.comm.join(streams[rank.0 as usize], [launch.stream])?;
+                self.comm.join(streams[self.comm.index(*rank)], [launch.stream])?;
             }
             let params = self.params(call, launch.table.address().0);
             let warp_size = gpu.properties(self.comm.device_of(launch.ranks[0])).shape.warp_size;
@@ -203,7 +198,7 @@ impl Rounds {
                     },
                 )?;
             }
-            self.comm.join(launch.stream, launch.ranks.iter().map(|r| streams[r.0 as usize]))?;
+            self.comm.join(launch.stream, launch.ranks.iter().map(|r| streams[self.comm.index(*r)]))?;
         }
         Ok(())
     }
@@ -227,38 +222,43 @@ impl Rounds {
     /// One round on the host path: all ranks' puts, then all ranks' waits.
     fn enqueue_round(&self, streams: &[Stream], round: usize, call: &RoundsCall) -> Result<()> {
         let params = self.params(call, 0);
-        for rank in self.comm.topology().ranks() {
-            let stream = streams[rank.0 as usize];
-            for put in &self.rounds[rank.0 as usize][round].puts {
-                let tag = |kind| self.tag(rank, Node(put.peer), round, call.epoch, kind);
-                let credit = call.sequence.wrapping_sub(u64::from(put.credit_ahead));
-                self.net.wait(stream, rank, put.credit, credit, tag(WaitKind::Credit))?;
+        for rank in self.comm.driven().iter() {
+            let stream = streams[self.comm.index(rank)];
+            for put in &self.rounds[self.comm.index(rank)][round].puts {
+                let to = Node(put.peer);
+                let tag = |kind| self.tag(rank, to, round, call.epoch, kind);
+                let value = call.sequence.wrapping_sub(u64::from(put.credit_ahead));
+                let credit = HostSignal { kind: SignalKind::Credit, word: put.credit, value };
+                self.net.wait(stream, rank, to, credit, tag(WaitKind::Credit))?;
                 if put.pace != NO_SIGNAL {
-                    self.net.wait(stream, rank, put.pace, call.sequence, tag(WaitKind::Pace))?;
+                    let pace = HostSignal { kind: SignalKind::Pace, word: put.pace, value: call.sequence };
+                    self.net.wait(stream, rank, to, pace, tag(WaitKind::Pace))?;
                 }
                 let source_offset = params.source_offset(put);
-                let lead = (put.lead_bytes > 0).then_some((0, put.lead_bytes, put.lead_signal));
-                for (first, end, signal) in lead.into_iter().chain([(put.lead_bytes, put.bytes, put.signal)]) {
+                let lead = (put.lead_bytes > 0).then_some((0, put.lead_bytes, SignalKind::Lead, put.lead_signal));
+                let rest = (put.lead_bytes, put.bytes, SignalKind::Data, put.signal);
+                for (first, end, kind, word) in lead.into_iter().chain([rest]) {
                     let [apart, rest] = put.pieces(source_offset, first, end - first);
-                    let to = Node(put.peer);
                     self.net.put(stream, &HostPut { from: rank, to, piece: apart, signal: None })?;
-                    let signal = (signal != NO_SIGNAL).then_some((signal, call.sequence));
+                    let signal = (word != NO_SIGNAL).then_some(HostSignal { kind, word, value: call.sequence });
                     self.net.put(stream, &HostPut { from: rank, to, piece: rest, signal })?;
                 }
             }
         }
-        for rank in self.comm.topology().ranks() {
-            let stream = streams[rank.0 as usize];
-            for arrival in &self.rounds[rank.0 as usize][round].arrivals {
-                let tag = self.tag(rank, Node(arrival.peer), round, call.epoch, WaitKind::Arrival);
+        for rank in self.comm.driven().iter() {
+            let stream = streams[self.comm.index(rank)];
+            for arrival in &self.rounds[self.comm.index(rank)][round].arrivals {
+                let from = Node(arrival.peer);
+                let tag = self.tag(rank, from, round, call.epoch, WaitKind::Arrival);
+                let signal = |kind, word| HostSignal { kind, word, value: call.sequence };
                 if arrival.lead_bytes > 0 {
-                    self.net.wait(stream, rank, arrival.lead_signal, call.sequence, tag)?;
+                    self.net.wait(stream, rank, from, signal(SignalKind::Lead, arrival.lead_signal), tag)?;
                 }
                 if arrival.pace_signal != NO_SIGNAL {
-                    let peer = Node(arrival.pace_peer);
-                    self.net.signal(stream, rank, peer, arrival.pace_signal, call.sequence)?;
+                    let pace = signal(SignalKind::Pace, arrival.pace_signal);
+                    self.net.signal(stream, rank, Node(arrival.pace_peer), pace)?;
                 }
-                self.net.wait(stream, rank, arrival.signal, call.sequence, tag)?;
+                self.net.wait(stream, rank, from, signal(SignalKind::Data, arrival.signal), tag)?;
             }
         }
         Ok(())
@@ -266,7 +266,7 @@ impl Rounds {
 
     fn tag(&self, rank: Rank, peer: Node, round: usize, epoch: u64, kind: WaitKind) -> WaitTag {
         let topology = self.comm.topology();
-        let place = &self.rounds[rank.0 as usize][round];
+        let place = &self.rounds[self.comm.index(rank)][round];
         WaitTag {
             kind: kind as u32,
             operation: self.operation as u32,
@@ -280,17 +280,20 @@ impl Rounds {
 
     /// Returns the credits of a table to the peers of a rank: raises them to `value`, one more than before.
     pub(super) fn return_credits(&self, stream: Stream, rank: Rank, table: usize, value: u64) -> Result<()> {
-        let credits = &self.credits[rank.0 as usize][table];
+        let credits = &self.credits[self.comm.index(rank)][table];
         if credits.is_empty() {
             return Ok(());
         }
         if self.comm.options().path == Path::Host {
-            return credits.iter().try_for_each(|c| self.net.signal(stream, rank, Node(c.peer), c.signal, value));
+            return credits.iter().try_for_each(|c| {
+                let signal = HostSignal { kind: SignalKind::Credit, word: c.signal, value };
+                self.net.signal(stream, rank, Node(c.peer), signal)
+            });
         }
         let gpu = self.comm.gpu();
         let params = FinalizeParams {
             gin: self.net.handle(rank).0,
-            credits: self.credit_tables[rank.0 as usize][table].address().0,
+            credits: self.credit_tables[self.comm.index(rank)][table].address().0,
             credit_count: credits.len() as u64,
         };
         // SAFETY: the table lives as long as `self`.

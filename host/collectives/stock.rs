@@ -2,7 +2,7 @@
 //! are compared with, and it takes the groups that the fast path does not.
 
 use super::{Communicator, GradientDtype, RankEvents, RankGradients, Scale, check_gradients};
-use crate::error::Result;
+use crate::error::{Result, TideError};
 use crate::gpu::{Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Launch, Priority, Stream};
 use crate::layout::{Group, GroupLayout};
 use crate::plan::{Rank, Topology};
@@ -33,6 +33,7 @@ impl StockReduceScatter {
     /// [`crate::TideError::Layout`]; what the driver refuses.
     pub fn new(comm: &Communicator, group: &Group, dtype: GradientDtype) -> Result<Self> {
         comm.check()?;
+        check_all_driven(comm)?;
         let (gpu, topology) = (comm.gpu(), comm.topology());
         let layout = GroupLayout::new(group, u64::from(topology.rank_count()))?;
         let segments = layout.segments();
@@ -42,7 +43,7 @@ impl StockReduceScatter {
         let addresses: Vec<u64> = packed.iter().map(|p| p.address().0).collect();
         let (mut packed_tables, mut gradient_tables, mut segment_tables) = (Vec::new(), Vec::new(), Vec::new());
         let mut streams = Vec::new();
-        for rank in topology.ranks() {
+        for rank in comm.driven().iter() {
             let device = comm.device_of(rank);
             packed_tables.push(DeviceBuffer::from_slice(gpu, device, &addresses)?);
             gradient_tables.push(DeviceBuffer::new(gpu, device, 8 * group.parameters().len() as u64)?);
@@ -78,26 +79,26 @@ impl StockReduceScatter {
     /// As [`super::ReduceScatter::enqueue`].
     pub fn enqueue(&mut self, ranks: &[RankGradients], scale: Scale) -> Result<Vec<RankEvents>> {
         self.comm.check()?;
-        check_gradients(ranks, self.topology().rank_count(), &self.layout, self.dtype)?;
+        check_gradients(ranks, self.comm.driven(), &self.layout, self.dtype)?;
         // The tables are written now, not in stream order: calls do not overlap here.
         self.comm.synchronize()?;
         let mut packed = Vec::new();
-        for (rank, given) in self.topology().ranks().zip(ranks) {
+        for (rank, given) in self.comm.driven().iter().zip(ranks) {
             packed.push(self.pack(rank, given)?);
         }
         let mut events = Vec::new();
-        for (rank, given) in self.topology().ranks().zip(ranks) {
-            let stream = self.streams[rank.0 as usize];
+        for (rank, given) in self.comm.driven().iter().zip(ranks) {
+            let stream = self.streams[self.comm.index(rank)];
             packed.iter().try_for_each(|event| self.comm.gpu().wait_event(stream, *event))?;
             self.flat_sum(rank, given.out, scale)?;
-            events.push(RankEvents { read: packed[rank.0 as usize], done: self.comm.gpu().record(stream)? });
+            events.push(RankEvents { read: packed[self.comm.index(rank)], done: self.comm.gpu().record(stream)? });
         }
         Ok(events)
     }
 
     fn pack(&self, rank: Rank, given: &RankGradients) -> Result<crate::gpu::Event> {
         let gpu = self.comm.gpu();
-        let (stream, index) = (self.streams[rank.0 as usize], rank.0 as usize);
+        let (stream, index) = (self.streams[self.comm.index(rank)], self.comm.index(rank));
         let addresses: Vec<u64> = given.gradients.iter().map(|g| g.map_or(0, |g| g.address.0)).collect();
         gpu.upload(self.gradient_tables[index].address(), bytemuck::cast_slice(&addresses))?;
         if let Some(ready) = given.ready {
@@ -119,7 +120,7 @@ impl StockReduceScatter {
 
     fn flat_sum(&self, rank: Rank, out: DeviceSlice, scale: Scale) -> Result<()> {
         let params = FlatSumParams {
-            packed: self.packed_tables[rank.0 as usize].address().0,
+            packed: self.packed_tables[self.comm.index(rank)].address().0,
             out: out.address.0,
             packed_elems: self.layout.packed_elems(),
             rank_count: self.topology().rank_count(),
@@ -134,7 +135,7 @@ impl StockReduceScatter {
         let block = self.comm.gpu().properties(self.comm.device_of(rank)).shape.plain_threads;
         let launch = Launch { kernel, grid: STOCK_CTAS, block, cluster: 1, shared_bytes: 0, params };
         // SAFETY: buffers and tables live as long as `self`; gradients and output as checked by `enqueue`.
-        unsafe { self.comm.gpu().launch(self.streams[rank.0 as usize], &launch) }
+        unsafe { self.comm.gpu().launch(self.streams[self.comm.index(rank)], &launch) }
     }
 
     fn topology(&self) -> Topology {
@@ -165,6 +166,7 @@ impl StockAllGather {
     /// [`crate::TideError::Layout`]; what the driver refuses.
     pub fn new(comm: &Communicator, group: &Group) -> Result<Self> {
         comm.check()?;
+        check_all_driven(comm)?;
         let topology = comm.topology();
         let layout = GroupLayout::new(group, u64::from(topology.rank_count()))?;
         let new = |bytes: u64| {
@@ -185,14 +187,14 @@ impl StockAllGather {
     /// Where a rank's padded shard of a parameter lies.
     pub fn shard(&self, rank: Rank, parameter: usize) -> DeviceSlice {
         let p = &self.layout.parameters()[parameter];
-        let base = self.shards[rank.0 as usize].address().0;
+        let base = self.shards[self.comm.index(rank)].address().0;
         DeviceSlice { address: DevicePtr(base + p.shard_offset_bytes), bytes: p.shard_bytes }
     }
 
     /// Where a parameter lies on a rank once it is gathered.
     pub fn landing(&self, rank: Rank, parameter: usize) -> DeviceSlice {
         let p = &self.layout.parameters()[parameter];
-        let base = self.landings[rank.0 as usize].address().0;
+        let base = self.landings[self.comm.index(rank)].address().0;
         let item_bytes = p.shard_bytes.checked_div(p.shard_elems).unwrap_or(1);
         let address = DevicePtr(base + self.layout.landing_offset_bytes(parameter, 0));
         DeviceSlice { address, bytes: p.elems * item_bytes }
@@ -209,12 +211,12 @@ impl StockAllGather {
     /// [`crate::TideError::Poisoned`]; what the driver refuses.
     pub fn enqueue(&mut self) -> Result<Vec<RankEvents>> {
         self.comm.check()?;
-        let (gpu, topology) = (self.comm.gpu(), self.comm.topology());
+        let gpu = self.comm.gpu();
         let shard_bytes = self.layout.shard_bytes();
         let mut sent = Vec::new();
-        for rank in topology.ranks() {
-            let stream = self.streams[rank.0 as usize];
-            let source = self.shards[rank.0 as usize].address();
+        for rank in self.comm.driven().iter() {
+            let stream = self.streams[self.comm.index(rank)];
+            let source = self.shards[self.comm.index(rank)].address();
             for gathered in self.gathered.iter().filter(|_| shard_bytes > 0) {
                 let destination = DevicePtr(gathered.address().0 + u64::from(rank.0) * shard_bytes);
                 gpu.copy(stream, &Copy2d::flat(destination, source, shard_bytes))?;
@@ -222,8 +224,8 @@ impl StockAllGather {
             sent.push(gpu.record(stream)?);
         }
         let mut copied = Vec::new();
-        for rank in topology.ranks() {
-            let stream = self.streams[rank.0 as usize];
+        for rank in self.comm.driven().iter() {
+            let stream = self.streams[self.comm.index(rank)];
             sent.iter().try_for_each(|event| gpu.wait_event(stream, *event))?;
             self.copy_out(rank)?;
             copied.push(gpu.record(stream)?);
@@ -236,7 +238,7 @@ impl StockAllGather {
     }
 
     fn copy_out(&self, rank: Rank) -> Result<()> {
-        let index = rank.0 as usize;
+        let index = self.comm.index(rank);
         for (parameter, p) in self.layout.parameters().iter().enumerate().filter(|(_, p)| p.shard_bytes > 0) {
             let landing = self.landings[index].address().0 + self.layout.landing_offset_bytes(parameter, 0);
             let copy = Copy2d {
@@ -257,6 +259,18 @@ impl Drop for StockAllGather {
     fn drop(&mut self) {
         drop_streams(&self.comm, &self.streams);
     }
+}
+
+/// Refuses a communicator of several processes: this baseline writes to every rank's memory.
+fn check_all_driven(comm: &Communicator) -> Result<()> {
+    let (driven, all) = (comm.driven(), comm.topology().all());
+    if driven == all {
+        return Ok(());
+    }
+    Err(TideError::Unsupported {
+        needed: format!("all {} ranks in this process, for the stock baseline", all.count()),
+        found: format!("{} of them", driven.count()),
+    })
 }
 
 fn drop_streams(comm: &Communicator, streams: &[Stream]) {

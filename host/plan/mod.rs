@@ -28,7 +28,7 @@ use crate::layout::GroupLayout;
 pub use all_gather::{GatherRound, gather_rounds};
 pub use memory::{MemoryRegion, ReduceScatterMemory};
 pub use sizing::{Rates, Sizing};
-pub use topology::{LocalRank, Node, Rank, Topology};
+pub use topology::{LocalRank, Node, Rank, RankRange, Topology};
 pub use waves::Wave;
 
 /// What sub-slices and chunks are multiples of, in elements: 128 bytes of fp32 and 64 of bf16, so

@@ -32,6 +32,44 @@ pub struct Topology {
     local_rank_count: u32,
 }
 
+/// A run of ranks: those that one process drives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct RankRange {
+    first: Rank,
+    count: u32,
+}
+
+impl RankRange {
+    /// `count` ranks from `first` on.
+    pub const fn new(first: Rank, count: u32) -> Self {
+        Self { first, count }
+    }
+
+    /// How many.
+    pub const fn count(self) -> u32 {
+        self.count
+    }
+
+    /// The ranks, in order.
+    pub fn iter(self) -> impl DoubleEndedIterator<Item = Rank> + ExactSizeIterator {
+        (self.first.0..self.first.0 + self.count).map(Rank)
+    }
+
+    /// Whether the run holds a rank.
+    pub const fn contains(self, rank: Rank) -> bool {
+        rank.0 >= self.first.0 && rank.0 - self.first.0 < self.count
+    }
+
+    /// A rank's place in the run.
+    ///
+    /// # Panics
+    /// If the run does not hold it: a bug of the caller.
+    pub fn index(self, rank: Rank) -> usize {
+        assert!(self.contains(rank), "rank {} is not among {} ranks from {} on", rank.0, self.count, self.first.0);
+        (rank.0 - self.first.0) as usize
+    }
+}
+
 impl Topology {
     /// `node_count` nodes (`M`) of `local_rank_count` ranks (`L`) each.
     ///
@@ -96,6 +134,11 @@ impl Topology {
     /// `N = M·L`, the number of ranks.
     pub fn rank_count(&self) -> u32 {
         self.node_count * self.local_rank_count
+    }
+
+    /// All ranks, as a run.
+    pub fn all(&self) -> RankRange {
+        RankRange { first: Rank(0), count: self.rank_count() }
     }
 
     /// The rank `n·L + l`.

@@ -7,6 +7,7 @@ use crate::collectives::{Communicator, check_fast_path};
 use crate::error::{Result, TideError};
 use crate::gpu::DeviceBuffer;
 use crate::layout::{Dtype, GroupLayout};
+use crate::net::Net;
 use crate::plan::{GatherRound, Node, Rank, Topology};
 use std::sync::Arc;
 use tide_device::abi::fault::Operation;
@@ -47,7 +48,7 @@ pub(super) fn stage_bytes(layout: &GroupLayout, cast: bool, node_count: u32) -> 
 impl GroupState {
     pub(super) fn new(
         comm: &Communicator,
-        arena: &Arc<Arena>,
+        (arena, net): (&Arena, &Arc<dyn Net>),
         regions: &Regions,
         gather_rounds: &[GatherRound],
         layout: GroupLayout,
@@ -63,10 +64,10 @@ impl GroupState {
             context_count: comm.options().context_count,
             lead_bytes_total: options.lead_bytes_total,
         };
-        let (rounds, credits) = network_tables(comm.topology(), gather_rounds, &places);
+        let (rounds, credits) = network_tables(comm, gather_rounds, &places);
         let progress = |rank: Rank| arena.signal(rank, regions.progress.signal(0)).0;
-        let rounds = Rounds::new(comm, arena, Operation::AllGather, rounds, credits, progress)?;
-        let cast_tables = comm.topology().ranks().map(|_| None).collect();
+        let rounds = Rounds::new(comm, net, Operation::AllGather, rounds, credits, progress)?;
+        let cast_tables = comm.driven().iter().map(|_| None).collect();
         Ok(Self { slot_bytes: places.slot_bytes, layout, ring_slot, shards, rounds, cast_tables })
     }
 
@@ -174,12 +175,13 @@ impl Places<'_> {
     }
 }
 
-/// Every rank's rounds, and the credits that it returns at the end of a call.
+/// Every driven rank's rounds, and the credits that it returns at the end of a call.
 fn network_tables(
-    topology: Topology,
+    comm: &Communicator,
     gather_rounds: &[GatherRound],
     places: &Places<'_>,
 ) -> (Vec<Vec<RankRound>>, Vec<Vec<Vec<Credit>>>) {
+    let (topology, driven) = (comm.topology(), comm.driven());
     let rounds_of = |rank: Rank| {
         let node = topology.node_of(rank);
         let of_round = |(index, round): (usize, &GatherRound)| RankRound {
@@ -196,5 +198,5 @@ fn network_tables(
         let credit = |r: &GatherRound| Credit { peer: r.source(places.node_count, node).0, signal: own };
         vec![gather_rounds.iter().map(credit).collect()]
     };
-    (topology.ranks().map(rounds_of).collect(), topology.ranks().map(credits_of).collect())
+    (driven.iter().map(rounds_of).collect(), driven.iter().map(credits_of).collect())
 }

@@ -178,12 +178,16 @@ impl GatherRing {
             .zip(groups)
             .map(|(layout, g)| (!g.cast).then(|| arena_layout.region("resident shard", group::slot_bytes(layout))))
             .collect();
-        let arena = Arc::new(Arena::new(comm.gpu(), topology, arena_layout, |r| comm.device_of(r))?);
+        let mut facts = vec![("options", format!("{options:?}"))];
+        for g in groups {
+            facts.push(("group", format!("{:016x}, cast {}", g.group.signature(), g.cast)));
+        }
+        let (arena, net) = comm.install("gather ring", &facts, arena_layout)?;
         let mut states = Vec::new();
         for (index, (layout, shards)) in layouts.into_iter().zip(shards).enumerate() {
             states.push(GroupState::new(
                 comm,
-                &arena,
+                (&arena, &net),
                 &regions,
                 &gather_rounds,
                 layout,
@@ -192,7 +196,7 @@ impl GatherRing {
             )?);
         }
         let (mut streams, mut net_streams) = (Vec::new(), Vec::new());
-        for rank in topology.ranks() {
+        for rank in comm.driven().iter() {
             streams.push(RankStreams {
                 ready: comm.create_stream(rank, Priority::High)?,
                 scatter: comm.create_stream(rank, Priority::High)?,
@@ -200,7 +204,8 @@ impl GatherRing {
             });
             net_streams.push(comm.create_stream(rank, Priority::High)?);
         }
-        let none = || vec![None; topology.rank_count() as usize];
+        comm.installed("gather ring")?;
+        let none = || vec![None; comm.driven().count() as usize];
         let free = || RingSlot { occupant: None, released: none(), filled: none() };
         Ok(Self {
             comm: comm.clone(),
@@ -292,10 +297,10 @@ impl GatherRing {
         self.check_vacant(group)?;
         self.descriptor_count = 0;
         let value = self.epoch + 1;
-        for (rank, given) in self.topology().ranks().zip(ranks) {
+        for (rank, given) in self.comm.driven().iter().zip(ranks) {
             self.enter(group, rank, given, value)?;
         }
-        for rank in self.topology().ranks() {
+        for rank in self.comm.driven().iter() {
             self.scatter_own(group, rank, value)?;
         }
         self.run_rounds(group, value)?;
@@ -312,7 +317,7 @@ impl GatherRing {
     /// # Errors
     /// [`TideError::Usage`] if the group does not occupy its slot, or for a wrong count.
     pub fn release(&mut self, group: usize, after: &[Option<Event>]) -> Result<()> {
-        check_rank_count(after.len(), self.topology().rank_count())?;
+        check_rank_count(after.len(), self.comm.driven())?;
         let index = self.check_group(group)?;
         let slot = &mut self.slots[index];
         if slot.occupant != Some(group) {
@@ -330,10 +335,10 @@ impl GatherRing {
     /// As [`GatherRing::gather`].
     pub fn store_gradients(&mut self, group: usize, ranks: &[RankSources]) -> Result<Vec<StoredGradients>> {
         self.comm.check()?;
-        check_rank_count(ranks.len(), self.topology().rank_count())?;
+        check_rank_count(ranks.len(), self.comm.driven())?;
         let index = self.check_vacant(group)?;
         let count = self.groups[group].layout.parameters().len();
-        for (rank, given) in self.topology().ranks().zip(ranks) {
+        for (rank, given) in self.comm.driven().iter().zip(ranks) {
             if given.gradients.len() != count {
                 let found = given.gradients.len();
                 return Err(TideError::usage(format!(
@@ -349,8 +354,8 @@ impl GatherRing {
             }
         }
         let mut stored = Vec::new();
-        for (rank, given) in self.topology().ranks().zip(ranks) {
-            let stream = self.streams[rank.0 as usize].ready;
+        for (rank, given) in self.comm.driven().iter().zip(ranks) {
+            let stream = self.streams[self.comm.index(rank)].ready;
             self.wait_vacated(stream, index, rank)?;
             if let Some(ready) = given.ready {
                 self.gpu().wait_event(stream, ready)?;
@@ -374,7 +379,7 @@ impl GatherRing {
     /// Makes `stream` wait until a rank's part of a ring slot may be overwritten.
     fn wait_vacated(&self, stream: Stream, slot: usize, rank: Rank) -> Result<()> {
         let slot = &self.slots[slot];
-        let events = [slot.released[rank.0 as usize], slot.filled[rank.0 as usize]];
+        let events = [slot.released[self.comm.index(rank)], slot.filled[self.comm.index(rank)]];
         events.into_iter().flatten().try_for_each(|event| self.gpu().wait_event(stream, event))
     }
 
@@ -398,10 +403,10 @@ impl GatherRing {
 
     fn check_gather(&self, group: usize, ranks: &[RankGather]) -> Result<()> {
         self.check_group(group)?;
-        check_rank_count(ranks.len(), self.topology().rank_count())?;
+        check_rank_count(ranks.len(), self.comm.driven())?;
         let state = &self.groups[group];
         let expected = if state.shards.is_none() { state.layout.parameters().len() } else { 0 };
-        for (rank, given) in ranks.iter().enumerate() {
+        for (Rank(rank), given) in self.comm.driven().iter().zip(ranks) {
             if given.masters.len() != expected {
                 let found = given.masters.len();
                 return Err(TideError::usage(format!("rank {rank}: {found} fp32 masters given, expected {expected}")));
@@ -416,7 +421,7 @@ impl GatherRing {
     /// Publishes that the rank's landing may be overwritten, and makes stage slot 0 hold its shard. The rounds need the
     /// second alone: they wait for no landing.
     fn enter(&mut self, group: usize, rank: Rank, given: &RankGather, value: u64) -> Result<()> {
-        let index = rank.0 as usize;
+        let index = self.comm.index(rank);
         let (ready, scatter, net) = (self.streams[index].ready, self.streams[index].scatter, self.net_streams[index]);
         self.wait_vacated(ready, self.groups[group].ring_slot, rank)?;
         self.node.raise_node(ready, rank, self.regions.landing_free, value)?;
@@ -442,7 +447,7 @@ impl GatherRing {
                 packed_first: p.packed_offset_elems,
             })
             .collect();
-        let kept = &mut state.cast_tables[rank.0 as usize];
+        let kept = &mut state.cast_tables[self.comm.index(rank)];
         if kept.as_ref().is_none_or(|(held, _)| *held != segments) {
             // The table that a call in flight reads must not go: wait for it. Masters rarely move.
             if kept.is_some() {
@@ -466,7 +471,7 @@ impl GatherRing {
 
     /// Scatters the rank's own shard once all local landings are free.
     fn scatter_own(&mut self, group: usize, rank: Rank, value: u64) -> Result<()> {
-        let stream = self.streams[rank.0 as usize].scatter;
+        let stream = self.streams[self.comm.index(rank)].scatter;
         let why = (WaitKind::LandingFree, self.place(0));
         self.node.wait_node(stream, rank, self.regions.landing_free, value, why)?;
         self.scatter(group, rank, 0, 1)
@@ -477,7 +482,7 @@ impl GatherRing {
     fn scatter(&mut self, group: usize, rank: Rank, first: u32, count: u32) -> Result<()> {
         let topology = self.topology();
         let state = &self.groups[group];
-        let stream = self.streams[rank.0 as usize].scatter;
+        let stream = self.streams[self.comm.index(rank)].scatter;
         let source_node = slot_node(topology.node_count(), topology.node_of(rank), first);
         let source_rank = u64::from(topology.rank(source_node, topology.local_of(rank)).0);
         let rank_pitch = u64::from(topology.local_rank_count());
@@ -537,9 +542,10 @@ impl GatherRing {
                 self.groups[group].rounds.run(&self.net_streams, &call)?;
             }
             let round = self.gather_rounds[index];
-            for rank in self.topology().ranks() {
+            for rank in self.comm.driven().iter() {
                 let topology = self.topology();
-                let (net, scatter) = (self.net_streams[rank.0 as usize], self.streams[rank.0 as usize].scatter);
+                let (net, scatter) =
+                    (self.net_streams[self.comm.index(rank)], self.streams[self.comm.index(rank)].scatter);
                 if on_device {
                     let arrived = call.progress_first + index as u64 + 1;
                     let source = round.source(topology.node_count(), topology.node_of(rank));
@@ -560,8 +566,8 @@ impl GatherRing {
     /// Returns credits, joins the node, and gives the events.
     fn finish(&mut self, group: usize, value: u64) -> Result<Vec<RankEvents>> {
         let mut reads = Vec::new();
-        for rank in self.topology().ranks() {
-            let (net, streams) = (self.net_streams[rank.0 as usize], &self.streams[rank.0 as usize]);
+        for rank in self.comm.driven().iter() {
+            let (net, streams) = (self.net_streams[self.comm.index(rank)], &self.streams[self.comm.index(rank)]);
             self.node.raise_node(streams.scatter, rank, self.regions.gathered, value)?;
             // The stage may be overwritten once it is scattered and what it forwards is sent.
             self.comm.join(streams.scatter, [net])?;
@@ -569,8 +575,8 @@ impl GatherRing {
             reads.push(self.gpu().record(net)?);
         }
         let mut events = Vec::new();
-        for (rank, read) in self.topology().ranks().zip(reads) {
-            let complete = self.streams[rank.0 as usize].complete;
+        for (rank, read) in self.comm.driven().iter().zip(reads) {
+            let complete = self.streams[self.comm.index(rank)].complete;
             let why = (WaitKind::GatherDone, self.place(0));
             self.node.wait_node(complete, rank, self.regions.gathered, value, why)?;
             events.push(RankEvents { read, done: self.gpu().record(complete)? });

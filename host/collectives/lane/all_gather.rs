@@ -78,7 +78,8 @@ impl LaneAllGather {
             data: arena_layout.signals(m * context_count),
             credit: arena_layout.signals(m),
         };
-        let arena = Arc::new(Arena::new(comm.gpu(), topology, arena_layout, |r| comm.device_of(r))?);
+        let facts = vec![("group", format!("{:016x}", group.signature()))];
+        let (arena, net) = comm.install("lane all-gather", &facts, arena_layout)?;
         let gather_rounds = gather_rounds(m);
         let rows = rows(&layout, &ways, &regions);
         let rounds_of = |rank: Rank| {
@@ -90,10 +91,11 @@ impl LaneAllGather {
             let credit = |r: &GatherRound| Credit { peer: r.source(m, node).0, signal: regions.credit.signal(node.0) };
             vec![gather_rounds.iter().map(credit).collect()]
         };
-        let tables = topology.ranks().map(rounds_of).collect();
-        let credits = topology.ranks().map(credits_of).collect();
-        let rounds = Rounds::new(comm, &arena, Operation::AllGather, tables, credits, |_| 0)?;
-        let streams = topology.ranks().map(|r| comm.create_stream(r, Priority::High)).collect::<Result<_>>()?;
+        let tables = comm.driven().iter().map(rounds_of).collect();
+        let credits = comm.driven().iter().map(credits_of).collect();
+        let rounds = Rounds::new(comm, &net, Operation::AllGather, tables, credits, |_| 0)?;
+        let streams = comm.driven().iter().map(|r| comm.create_stream(r, Priority::High)).collect::<Result<_>>()?;
+        comm.installed("lane all-gather")?;
         let (comm, round_count) = (comm.clone(), gather_rounds.len() as u32);
         Ok(Self { comm, layout, arena, regions, ways, round_count, rounds, streams, epoch: 0 })
     }
@@ -144,8 +146,8 @@ impl LaneAllGather {
     /// [`TideError::Poisoned`](crate::TideError::Poisoned); what the driver refuses.
     pub fn enqueue(&mut self, ready: &[Option<Event>]) -> Result<Vec<RankEvents>> {
         self.comm.check()?;
-        check_rank_count(ready.len(), self.topology().rank_count())?;
-        for (rank, ready) in self.topology().ranks().zip(ready) {
+        check_rank_count(ready.len(), self.comm.driven())?;
+        for (rank, ready) in self.comm.driven().iter().zip(ready) {
             self.enter(rank, *ready)?;
         }
         let call = RoundsCall {
@@ -158,7 +160,7 @@ impl LaneAllGather {
         };
         self.rounds.run(&self.streams, &call)?;
         let mut events = Vec::new();
-        for rank in self.topology().ranks() {
+        for rank in self.comm.driven().iter() {
             let read = self.comm.gpu().record(self.stream(rank))?;
             self.unpack(rank)?;
             events.push(RankEvents { read, done: self.comm.gpu().record(self.stream(rank))? });
@@ -222,7 +224,7 @@ impl LaneAllGather {
     }
 
     fn stream(&self, rank: Rank) -> Stream {
-        self.streams[rank.0 as usize]
+        self.streams[self.comm.index(rank)]
     }
 }
 

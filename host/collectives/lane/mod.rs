@@ -46,12 +46,14 @@ impl<F: FnMut(Rank, DeviceSlice, Event) -> Result<Event>> ReplicaReduce for F {
 /// # Errors
 /// [`TideError::Usage`] if the events are not those of these ranks; what `replicas` refuses.
 pub fn hand_on(
+    comm: &Communicator,
     ranks: &[RankGradients],
     events: &[RankEvents],
     replicas: &mut impl ReplicaReduce,
 ) -> Result<Vec<RankEvents>> {
-    check_rank_count(events.len(), ranks.len() as u32)?;
-    let numbered = (0..).map(Rank).zip(ranks);
+    check_rank_count(ranks.len(), comm.driven())?;
+    check_rank_count(events.len(), comm.driven())?;
+    let numbered = comm.driven().iter().zip(ranks);
     let reduce = |((rank, given), events): ((Rank, &RankGradients), &RankEvents)| {
         Ok(RankEvents { read: events.read, done: replicas.reduce(rank, given.out, events.done)? })
     };

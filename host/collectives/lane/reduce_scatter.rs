@@ -130,22 +130,28 @@ impl LaneReduceScatter {
         let layout = GroupLayout::new(group, u64::from(m))?;
         let cut = LaneCut::new(m, layout.packed_elems(), options.part_count);
         let (arena_layout, regions) = regions(&cut, dtype, comm.options().context_count);
-        let arena = Arc::new(Arena::new(comm.gpu(), topology, arena_layout, |r| comm.device_of(r))?);
-        let (tables, credits) = network(&cut, topology, dtype, &regions, comm.options().context_count);
-        let rounds = Rounds::new(comm, &arena, Operation::ReduceScatter, tables, credits, |_| 0)?;
+        let facts = vec![
+            ("group", format!("{:016x}", group.signature())),
+            ("gradients", format!("{dtype:?}")),
+            ("options", format!("{options:?}")),
+        ];
+        let (arena, net) = comm.install("lane reduce-scatter", &facts, arena_layout)?;
+        let (tables, credits) = network(&cut, comm, dtype, &regions);
+        let rounds = Rounds::new(comm, &net, Operation::ReduceScatter, tables, credits, |_| 0)?;
         let segments = layout.segments();
         let devices = 0..comm.gpu().device_count();
         let segment_tables =
             devices.map(|d| DeviceBuffer::from_slice(comm.gpu(), d, &segments)).collect::<Result<_>>()?;
         let (mut streams, mut net_streams) = (Vec::new(), Vec::new());
-        for rank in topology.ranks() {
+        for rank in comm.driven().iter() {
             streams.push(RankStreams {
                 copy: comm.create_stream(rank, Priority::Normal)?,
                 sum: comm.create_stream(rank, Priority::High)?,
             });
             net_streams.push(comm.create_stream(rank, Priority::High)?);
         }
-        let never = || vec![None; topology.rank_count() as usize];
+        let never = || vec![None; comm.driven().count() as usize];
+        comm.installed("lane reduce-scatter")?;
         Ok(Self {
             comm: comm.clone(),
             layout,
@@ -194,8 +200,8 @@ impl LaneReduceScatter {
     /// [`TideError::Poisoned`]; what the driver refuses.
     pub fn enqueue(&mut self, ranks: &[RankGradients], scale: Scale) -> Result<Vec<RankEvents>> {
         self.comm.check()?;
-        check_gradients(ranks, self.topology().rank_count(), &self.layout, self.dtype)?;
-        for (rank, given) in self.topology().ranks().zip(ranks) {
+        check_gradients(ranks, self.comm.driven(), &self.layout, self.dtype)?;
+        for (rank, given) in self.comm.driven().iter().zip(ranks) {
             if let Some(ready) = given.ready {
                 self.gpu().wait_event(self.streams(rank).copy, ready)?;
                 self.gpu().wait_event(self.streams(rank).sum, ready)?;
@@ -216,10 +222,10 @@ impl LaneReduceScatter {
         if self.cut.remote(item.wave).is_empty() {
             return Ok(());
         }
-        for (rank, given) in self.topology().ranks().zip(ranks) {
-            let (copy, net) = (self.streams(rank).copy, self.net_streams[rank.0 as usize]);
+        for (rank, given) in self.comm.driven().iter().zip(ranks) {
+            let (copy, net) = (self.streams(rank).copy, self.net_streams[self.comm.index(rank)]);
             // I3: what the bank held before was sent.
-            if let Some(sent) = self.sent[item.bank as usize][rank.0 as usize] {
+            if let Some(sent) = self.sent[item.bank as usize][self.comm.index(rank)] {
                 self.gpu().wait_event(copy, sent)?;
             }
             self.gather(copy, rank, given, item)?;
@@ -234,9 +240,9 @@ impl LaneReduceScatter {
             count: 1,
         };
         self.rounds.run(&self.net_streams, &call)?;
-        for rank in self.topology().ranks() {
-            let (net, sum) = (self.net_streams[rank.0 as usize], self.streams(rank).sum);
-            self.sent[item.bank as usize][rank.0 as usize] = Some(self.comm.join(net, [sum])?);
+        for rank in self.comm.driven().iter() {
+            let (net, sum) = (self.net_streams[self.comm.index(rank)], self.streams(rank).sum);
+            self.sent[item.bank as usize][self.comm.index(rank)] = Some(self.comm.join(net, [sum])?);
         }
         Ok(())
     }
@@ -312,7 +318,7 @@ impl LaneReduceScatter {
         let mut events = Vec::new();
         let has_elems = !self.cut.part(item.part).is_empty();
         let (next_wave, credits) = self.cut.next_on_bank(item.number);
-        for (rank, given) in self.topology().ranks().zip(ranks) {
+        for (rank, given) in self.comm.driven().iter().zip(ranks) {
             let stream = self.streams(rank).sum;
             if has_elems {
                 self.launch_sum(stream, rank, given, item)?;
@@ -423,7 +429,7 @@ impl LaneReduceScatter {
     }
 
     fn streams(&self, rank: Rank) -> &RankStreams {
-        &self.streams[rank.0 as usize]
+        &self.streams[self.comm.index(rank)]
     }
 }
 
@@ -476,14 +482,14 @@ fn regions(cut: &LaneCut, dtype: GradientDtype, context_count: u32) -> (ArenaLay
     (layout, regions)
 }
 
-/// Every rank's rounds, as [`round_index`] numbers them, and the credits that it returns to the senders of each wave.
+/// Every driven rank's rounds, as [`round_index`] numbers them, and the credits that it returns to the senders of each wave.
 fn network(
     cut: &LaneCut,
-    topology: Topology,
+    comm: &Communicator,
     dtype: GradientDtype,
     regions: &Regions,
-    context_count: u32,
 ) -> (Vec<Vec<RankRound>>, Vec<Vec<Vec<Credit>>>) {
+    let (topology, driven, context_count) = (comm.topology(), comm.driven(), comm.options().context_count);
     let m = cut.node_count;
     let data = |from: Node| regions.data.signal(from.0 * context_count);
     let round = |rank: Rank, bank: u32, index: u32| {
@@ -543,5 +549,5 @@ fn network(
         };
         (0..cut.wave_count).map(|wave| cut.remote(wave).map(credit).collect()).collect()
     };
-    (topology.ranks().map(rounds_of).collect(), topology.ranks().map(credits_of).collect())
+    (driven.iter().map(rounds_of).collect(), driven.iter().map(credits_of).collect())
 }

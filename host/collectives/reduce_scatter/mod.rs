@@ -113,15 +113,20 @@ impl ReduceScatter {
         let layout = GroupLayout::new(group, u64::from(topology.rank_count()))?;
         let plan = ReduceScatterPlan::new(topology, &layout, dtype.bytes(), options)?;
         let (arena_layout, regions) = tables::regions(&plan, comm.options().context_count);
-        let arena = Arc::new(Arena::new(comm.gpu(), topology, arena_layout, |r| comm.device_of(r))?);
-        let (tables, credits) = tables::network(&plan, &regions, comm.options().context_count);
-        let rounds = Rounds::new(comm, &arena, Operation::ReduceScatter, tables, credits, |_| 0)?;
+        let facts = vec![
+            ("group", format!("{:016x}", group.signature())),
+            ("gradients", format!("{dtype:?}")),
+            ("plan", format!("{:016x}", plan.hash())),
+        ];
+        let (arena, net) = comm.install("reduce-scatter", &facts, arena_layout)?;
+        let (tables, credits) = tables::network(&plan, &regions, comm.options().context_count, comm.driven());
+        let rounds = Rounds::new(comm, &net, Operation::ReduceScatter, tables, credits, |_| 0)?;
         let segments = layout.segments();
         let devices = 0..comm.gpu().device_count();
         let segment_tables =
             devices.map(|d| DeviceBuffer::from_slice(comm.gpu(), d, &segments)).collect::<Result<_>>()?;
         let (mut streams, mut net_streams) = (Vec::new(), Vec::new());
-        for rank in topology.ranks() {
+        for rank in comm.driven().iter() {
             streams.push(RankStreams {
                 push: comm.create_stream(rank, Priority::Normal)?,
                 sum: comm.create_stream(rank, Priority::Normal)?,
@@ -129,7 +134,7 @@ impl ReduceScatter {
             });
             net_streams.push(comm.create_stream(rank, Priority::High)?);
         }
-        let no_bank = || vec![None; topology.rank_count() as usize];
+        let no_bank = || vec![None; comm.driven().count() as usize];
         let this = Self {
             comm: comm.clone(),
             layout,
@@ -149,6 +154,7 @@ impl ReduceScatter {
             descriptor_count: 0,
         };
         this.zero_inboxes()?;
+        comm.installed("reduce-scatter")?;
         Ok(this)
     }
 
@@ -205,13 +211,13 @@ impl ReduceScatter {
         gates: &[Option<Event>],
     ) -> Result<Vec<RankEvents>> {
         self.comm.check()?;
-        check_rank_count(gates.len(), self.topology().rank_count())?;
-        check_gradients(ranks, self.topology().rank_count(), &self.layout, self.dtype)?;
+        check_rank_count(gates.len(), self.comm.driven())?;
+        check_gradients(ranks, self.comm.driven(), &self.layout, self.dtype)?;
         self.descriptor_count = 0;
         let bank = (self.epoch % 2) as u32;
-        for (rank, given) in self.topology().ranks().zip(ranks) {
+        for (rank, given) in self.comm.driven().iter().zip(ranks) {
             let streams = self.streams(rank);
-            let bank_free = self.bank_free[bank as usize][rank.0 as usize];
+            let bank_free = self.bank_free[bank as usize][self.comm.index(rank)];
             for event in [given.ready, bank_free].into_iter().flatten() {
                 self.gpu().wait_event(streams.sum, event)?;
             }
@@ -227,9 +233,9 @@ impl ReduceScatter {
         }
         self.network_phase(&mut call)?;
         let Call { read, done, .. } = call;
-        for rank in self.topology().ranks() {
-            self.bank_free[bank as usize][rank.0 as usize] =
-                Some(self.gpu().record(self.net_streams[rank.0 as usize])?);
+        for rank in self.comm.driven().iter() {
+            self.bank_free[bank as usize][self.comm.index(rank)] =
+                Some(self.gpu().record(self.net_streams[self.comm.index(rank)])?);
         }
         self.epoch += 1;
         Ok(read.into_iter().zip(done).map(|(read, done)| RankEvents { read, done }).collect())
@@ -238,10 +244,10 @@ impl ReduceScatter {
     /// Inboxes start as zeros: blocks that no wave has written yet are read, too.
     fn zero_inboxes(&self) -> Result<()> {
         let bytes = self.regions.inbox.bytes();
-        for rank in self.topology().ranks() {
+        for rank in self.comm.driven().iter() {
             let destination = self.arena.at(rank, self.regions.inbox, 0, bytes);
             let fill = Fill2d { destination, pitch_bytes: bytes, width_bytes: bytes, rows: 1, value: 0 };
-            self.gpu().fill(self.net_streams[rank.0 as usize], &fill)?;
+            self.gpu().fill(self.net_streams[self.comm.index(rank)], &fill)?;
         }
         self.comm.synchronize()
     }
@@ -255,7 +261,7 @@ impl ReduceScatter {
     }
 
     fn streams(&self, rank: Rank) -> &RankStreams {
-        &self.streams[rank.0 as usize]
+        &self.streams[self.comm.index(rank)]
     }
 
     /// A place in the current call.

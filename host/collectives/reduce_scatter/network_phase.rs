@@ -48,8 +48,8 @@ impl ReduceScatter {
 
     /// Makes a wave's inbox generation ready on every rank: landed before, and free of what no contributor overwrites.
     fn open_wave(&self, wave: &Wave, pass: u32) -> Result<()> {
-        for rank in self.topology().ranks() {
-            let stream = self.net_streams[rank.0 as usize];
+        for rank in self.comm.driven().iter() {
+            let stream = self.net_streams[self.comm.index(rank)];
             if let Some(previous) = self.previous_on_generation(pass, wave) {
                 let why = (WaitKind::WaveLanded, self.place(wave.index));
                 self.node.wait_node(stream, rank, self.regions.landed, previous + 1, why)?;
@@ -69,8 +69,8 @@ impl ReduceScatter {
         for (index, round) in wave.rounds.iter().enumerate() {
             self.run_rounds(call, pass, first + index as u32, std::slice::from_ref(round))?;
             // A round ends with a flush: the blocks it sent may be summed into again, in sending order.
-            for rank in self.topology().ranks() {
-                self.comm.join(self.net_streams[rank.0 as usize], [self.streams(rank).sum])?;
+            for rank in self.comm.driven().iter() {
+                self.comm.join(self.net_streams[self.comm.index(rank)], [self.streams(rank).sum])?;
             }
             let sent = outbox::block_index(self.topology().node_count(), pass, round.end - 1) + 1;
             let holds = (sent + self.plan.outbox_block_count).min(self.plan.remote_block_count());
@@ -89,9 +89,9 @@ impl ReduceScatter {
         let node_count = self.topology().node_count();
         for contributor in rounds.iter().cloned().flatten() {
             let block = outbox::block_index(node_count, pass, contributor);
-            for rank in self.topology().ranks() {
-                let sum = call.remote_sums[block as usize][rank.0 as usize];
-                self.gpu().wait_event(self.net_streams[rank.0 as usize], sum)?;
+            for rank in self.comm.driven().iter() {
+                let sum = call.remote_sums[block as usize][self.comm.index(rank)];
+                self.gpu().wait_event(self.net_streams[self.comm.index(rank)], sum)?;
             }
         }
         let bank_first = u64::from(call.bank) * u64::from(self.plan.outbox_block_count);
@@ -113,10 +113,10 @@ impl ReduceScatter {
 
     /// Adds the own node's partial to its wave, and says that every rank's inbox holds the wave.
     fn close_wave(&self, call: &Call<'_>, wave: &Wave, pass: u32) -> Result<()> {
-        for rank in self.topology().ranks() {
-            let stream = self.net_streams[rank.0 as usize];
+        for rank in self.comm.driven().iter() {
+            let stream = self.net_streams[self.comm.index(rank)];
             if wave.has_own_node {
-                self.gpu().wait_event(stream, call.own_sums[pass as usize][rank.0 as usize])?;
+                self.gpu().wait_event(stream, call.own_sums[pass as usize][self.comm.index(rank)])?;
                 self.copy_spare(stream, rank, wave, pass, call.bank)?;
             }
             self.node.raise_node(stream, rank, self.regions.arrived, self.wave_sequence(pass, wave.index) + 1)?;
@@ -160,15 +160,15 @@ impl ReduceScatter {
     fn land_wave(&self, call: &Call<'_>, wave: &Wave, pass: u32) -> Result<Vec<Event>> {
         let sequence = self.wave_sequence(pass, wave.index) + 1;
         let mut done = Vec::new();
-        for rank in self.topology().ranks() {
+        for rank in self.comm.driven().iter() {
             let stream = self.streams(rank).land;
             let why = (WaitKind::WaveArrived, self.place(wave.index));
             self.node.wait_node(stream, rank, self.regions.arrived, sequence, why)?;
-            self.launch_land(stream, rank, call.ranks[rank.0 as usize].out, call.scale, wave, pass)?;
+            self.launch_land(stream, rank, call.ranks[self.comm.index(rank)].out, call.scale, wave, pass)?;
             done.push(self.gpu().record(stream)?);
             self.node.raise_node(stream, rank, self.regions.landed, sequence)?;
         }
-        for rank in self.topology().ranks() {
+        for rank in self.comm.driven().iter() {
             let stream = self.streams(rank).land;
             let why = (WaitKind::WaveLanded, self.place(wave.index));
             self.node.wait_node(stream, rank, self.regions.landed, sequence, why)?;

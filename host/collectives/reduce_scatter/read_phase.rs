@@ -68,7 +68,7 @@ impl ReduceScatter {
 
     /// Records that every rank's gradients have been read.
     pub(super) fn record_reads(&self, call: &mut Call<'_>) -> Result<()> {
-        for rank in self.topology().ranks() {
+        for rank in self.comm.driven().iter() {
             let streams = self.streams(rank);
             self.comm.join(streams.push, [streams.sum])?;
             call.read.push(self.gpu().record(streams.sum)?);
@@ -85,14 +85,14 @@ impl ReduceScatter {
         for chunk in 0..self.plan.geometry.chunk_count {
             let item = Item { partial, chunk, number: self.items };
             self.items += 1;
-            for rank in self.topology().ranks() {
-                self.push_item(rank, &call.ranks[rank.0 as usize], item)?;
+            for rank in self.comm.driven().iter() {
+                self.push_item(rank, &call.ranks[self.comm.index(rank)], item)?;
             }
-            for rank in self.topology().ranks() {
-                self.sum_item(rank, &call.ranks[rank.0 as usize], item)?;
+            for rank in self.comm.driven().iter() {
+                self.sum_item(rank, &call.ranks[self.comm.index(rank)], item)?;
             }
         }
-        self.topology().ranks().map(|rank| self.gpu().record(self.streams(rank).sum)).collect()
+        self.comm.driven().iter().map(|rank| self.gpu().record(self.streams(rank).sum)).collect()
     }
 
     /// The node whose ranks an item's rows belong to, as `rank`'s node sees it.

@@ -2,7 +2,7 @@
 
 use crate::arena::{ArenaLayout, Region, Signals};
 use crate::collectives::rounds::RankRound;
-use crate::plan::{Node, Rank, ReduceScatterPlan, Wave, latin_square};
+use crate::plan::{Node, Rank, RankRange, ReduceScatterPlan, Wave, latin_square};
 use tide_device::abi::params::{Credit, NO_SIGNAL, NetArrival, NetPut};
 
 #[derive(Clone, Copy)]
@@ -41,11 +41,12 @@ pub(super) fn regions(plan: &ReduceScatterPlan, context_count: u32) -> (ArenaLay
     (layout, regions)
 }
 
-/// Every rank's rounds, and the credits that it returns after each wave.
+/// Every driven rank's rounds, and the credits that it returns after each wave.
 pub(super) fn network(
     plan: &ReduceScatterPlan,
     regions: &Regions,
     context_count: u32,
+    driven: RankRange,
 ) -> (Vec<Vec<RankRound>>, Vec<Vec<Vec<Credit>>>) {
     let topology = plan.topology;
     let (m, l) = (topology.node_count(), topology.local_rank_count());
@@ -108,5 +109,5 @@ pub(super) fn network(
         let credit = |c| Credit { peer: source(rank, c).0, signal: own };
         plan.waves.iter().map(|w| next_on_generation(w).remote_contributors().map(credit).collect()).collect()
     };
-    (topology.ranks().map(rounds_of).collect(), topology.ranks().map(credits_of).collect())
+    (driven.iter().map(rounds_of).collect(), driven.iter().map(credits_of).collect())
 }
