@@ -32,15 +32,15 @@ pub struct Fault {
     pub context: u32,
     /// Value waited for.
     pub expected: u64,
-    /// Value last seen.
-    pub seen: u64,
+    /// Value last seen; `None` where another library keeps it.
+    pub seen: Option<u64>,
     /// How long, ns.
     pub waited_ns: u64,
 }
 
 impl Fault {
     /// The fault of a wait with this tag.
-    pub fn new(tag: &WaitTag, context: u32, expected: u64, seen: u64, waited_ns: u64) -> Self {
+    pub fn new(tag: &WaitTag, context: u32, expected: u64, seen: impl Into<Option<u64>>, waited_ns: u64) -> Self {
         let operation = match tag.operation {
             1 => Operation::AllGather,
             2 => Operation::ReduceScatter,
@@ -56,7 +56,7 @@ impl Fault {
             round: tag.round,
             context,
             expected,
-            seen,
+            seen: seen.into(),
             waited_ns,
         }
     }
@@ -114,7 +114,7 @@ impl fmt::Display for Fault {
             self.wave,
             self.round,
             self.context,
-            self.seen,
+            self.seen.map_or_else(|| "?".into(), |seen| seen.to_string()),
             self.expected,
         )
     }

@@ -15,8 +15,9 @@ pub mod sim;
 
 pub use buffer::{DeviceBuffer, DeviceSlice};
 
-use crate::error::Result;
+use crate::error::{Result, TideError};
 use crate::monitor::Fault;
+use std::ffi::c_void;
 use tide_device::abi::fault::WaitTag;
 use tide_device::abi::kernel::Kernel;
 
@@ -170,6 +171,10 @@ pub struct DeviceProperties {
     pub shape: KernelShape,
 }
 
+fn no_driver(found: &str, needed: &str) -> TideError {
+    TideError::Unsupported { needed: needed.to_owned(), found: format!("the back end `{found}`, which has none") }
+}
+
 /// The GPUs of one process.
 ///
 /// # Errors
@@ -227,6 +232,28 @@ pub trait Gpu: Send + Sync {
     /// `params` is the kernel's parameter block as `tide_device::abi::params` states it, its addresses are valid until the
     /// launch has completed, and the launch is as the kernel's module states.
     unsafe fn launch(&self, stream: Stream, launch: &Launch<'_>) -> Result<()>;
+
+    /// Makes a device current in the calling thread, for another library that goes by that.
+    fn enter(&self, device: u32) -> Result<()> {
+        let _ = device;
+        Ok(())
+    }
+    /// Adds the kernels of a further PTX module, to be launched like the back end's own.
+    fn load_kernels(&self, image: &str, kernels: &[Kernel]) -> Result<()> {
+        let _ = (image, kernels);
+        Err(no_driver(self.name(), "kernels of a PTX module"))
+    }
+    /// Enqueues what another library enqueues: `call` gets the driver's handle of the stream, whose device is current. With
+    /// `wait`, what is enqueued is a wait, for a word that the library keeps: its address is null.
+    fn enqueue_foreign(
+        &self,
+        stream: Stream,
+        wait: Option<&MemoryWait>,
+        call: &mut dyn FnMut(*mut c_void) -> Result<()>,
+    ) -> Result<()> {
+        let _ = (stream, wait, call);
+        Err(no_driver(self.name(), "the driver's handle of a stream"))
+    }
 
     /// Waits until all enqueued in the stream has taken effect, or nothing moved for `timeout_ns`.
     fn synchronize(&self, stream: Stream, timeout_ns: u64) -> Result<SyncOutcome>;

@@ -8,7 +8,7 @@ use cudarc::driver::sys;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use cudarc::driver::sys::CUfunction_attribute as FunctionAttribute;
 use std::ffi::{CString, c_int, c_uint, c_void};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 use tide_device::abi::kernel::Kernel;
 
@@ -48,13 +48,19 @@ pub struct Function {
     pub shared_bytes_max: u32,
 }
 
+/// The modules of a device, and every kernel of theirs.
+#[derive(Default)]
+struct Loaded {
+    modules: Vec<sys::CUmodule>,
+    functions: Vec<(Kernel, Function)>,
+}
+
 /// One GPU.
 pub struct Device {
     driver: Driver,
     handle: sys::CUdevice,
     context: sys::CUcontext,
-    module: sys::CUmodule,
-    functions: Vec<Function>,
+    loaded: RwLock<Loaded>,
     /// What it is.
     pub properties: DeviceProperties,
     /// Longest pitch of a strided copy or fill, bytes.
@@ -117,8 +123,7 @@ impl Device {
             driver,
             handle,
             context,
-            module: std::ptr::null_mut(),
-            functions: Vec::new(),
+            loaded: RwLock::default(),
             properties,
             pitch_bytes_max,
             priorities: (0, 0),
@@ -129,7 +134,7 @@ impl Device {
             }),
         };
         this.enter()?;
-        this.load(image)?;
+        this.load(image.file, image.text, &Kernel::ALL)?;
         // SAFETY: both outlive the call.
         unsafe { driver.cuCtxGetStreamPriorityRange(&mut this.priorities.0, &mut this.priorities.1) }.ok()?;
         let transfer = this.new_transfer()?;
@@ -167,16 +172,27 @@ impl Device {
     }
 
     /// A loaded kernel.
-    pub fn function(&self, kernel: Kernel) -> Function {
-        let index = Kernel::ALL.iter().position(|k| *k == kernel).expect("ALL has every kernel");
-        self.functions[index]
+    ///
+    /// # Errors
+    /// [`TideError::Unsupported`] for a kernel of a module that was not loaded.
+    pub fn function(&self, kernel: Kernel) -> Result<Function> {
+        let loaded = self.loaded.read().unwrap_or_else(PoisonError::into_inner);
+        let found = loaded.functions.iter().find(|(k, _)| *k == kernel);
+        found.map(|(_, function)| *function).ok_or_else(|| TideError::Unsupported {
+            needed: format!("the kernel {}", kernel.name()),
+            found: "modules without it".to_owned(),
+        })
     }
 
-    /// Compiles and loads the PTX, and every kernel of it: a kernel loaded at its first launch may wait for a resident
-    /// one that waits for it.
-    fn load(&mut self, image: ptx::Image) -> Result<()> {
+    /// Compiles and loads PTX, and its kernels: a kernel loaded at its first launch may wait for a resident one that waits
+    /// for it. The device's context is current. `file` names the PTX in errors.
+    ///
+    /// # Errors
+    /// What the driver refuses, with the compiler's log.
+    pub fn load(&self, file: &str, text: &str, kernels: &[Kernel]) -> Result<()> {
         let driver = self.driver;
-        let text = CString::new(image.text).map_err(|_| driver_error("cuModuleLoadDataEx", "PTX with a zero byte"))?;
+        let mut module = std::ptr::null_mut();
+        let text = CString::new(text).map_err(|_| driver_error("cuModuleLoadDataEx", "PTX with a zero byte"))?;
         let (mut info, mut errors) = (vec![0_u8; JIT_LOG_BYTES], vec![0_u8; JIT_LOG_BYTES]);
         use sys::CUjit_option::{
             CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES, CU_JIT_INFO_LOG_BUFFER,
@@ -198,7 +214,7 @@ impl Device {
         // SAFETY: the text is terminated; the logs outlive the call and are as long as stated; the context is current.
         let status = unsafe {
             driver.cuModuleLoadDataEx(
-                &mut self.module,
+                &mut module,
                 text.as_ptr().cast(),
                 options.len() as c_uint,
                 options.as_mut_ptr(),
@@ -206,19 +222,25 @@ impl Device {
             )
         };
         if !status.is(sys::CUresult::CUDA_SUCCESS) {
-            let logs = format!("{}: {} {}", image.file, log_text(&errors), log_text(&info));
+            let logs = format!("{file}: {} {}", log_text(&errors), log_text(&info));
             return Err(status.error(logs.trim_end()));
         }
-        self.functions = Kernel::ALL.iter().map(|k| self.load_function(*k)).collect::<Result<_>>()?;
+        let mut loaded = self.loaded.write().unwrap_or_else(PoisonError::into_inner);
+        loaded.modules.push(module);
+        for kernel in kernels {
+            let function = self.load_function(module, *kernel)?;
+            loaded.functions.retain(|(k, _)| k != kernel);
+            loaded.functions.push((*kernel, function));
+        }
         Ok(())
     }
 
-    fn load_function(&self, kernel: Kernel) -> Result<Function> {
+    fn load_function(&self, module: sys::CUmodule, kernel: Kernel) -> Result<Function> {
         let driver = self.driver;
         let name = CString::new(kernel.name()).map_err(|_| driver_error("cuModuleGetFunction", kernel.name()))?;
         let mut handle = std::ptr::null_mut();
         // SAFETY: a loaded module; the name is terminated; `handle` outlives the call.
-        let found = unsafe { driver.cuModuleGetFunction(&mut handle, self.module, name.as_ptr()) };
+        let found = unsafe { driver.cuModuleGetFunction(&mut handle, module, name.as_ptr()) };
         if !found.is(sys::CUresult::CUDA_SUCCESS) {
             return Err(found.error(kernel.name()));
         }
@@ -243,7 +265,7 @@ impl Device {
     /// What the driver refuses.
     pub fn resident_blocks_max(&self, kernel: Kernel, block: u32, shared_bytes: u32) -> Result<u32> {
         let mut blocks = 0;
-        let function = self.function(kernel).handle;
+        let function = self.function(kernel)?.handle;
         // SAFETY: a loaded function of the current context; `blocks` outlives the call.
         unsafe {
             self.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(

@@ -310,6 +310,15 @@ impl CudaGpu {
                 continue;
             }
             let wait = &waiting.wait;
+            let mut fault = |seen: Option<u64>| {
+                let waited_ns = moved.max(waiting.since).elapsed().as_nanos() as u64;
+                faults.push(Fault::new(&wait.tag, 0, wait.value, seen, waited_ns));
+            };
+            if wait.address.is_null() {
+                seen_in.insert(stream);
+                fault(None);
+                continue;
+            }
             let mut word = [0; SIGNAL_BYTES as usize];
             if let Err(error) = self.download(wait.address, &mut word) {
                 // Better no culprit than a wrong one.
@@ -318,9 +327,8 @@ impl CudaGpu {
             }
             let seen = u64::from_ne_bytes(word);
             if !reached(seen, wait.value) {
-                let waited_ns = moved.max(waiting.since).elapsed().as_nanos() as u64;
                 seen_in.insert(stream);
-                faults.push(Fault::new(&wait.tag, 0, wait.value, seen, waited_ns));
+                fault(Some(seen));
             }
         }
         SyncOutcome::Stalled { faults }
@@ -628,7 +636,7 @@ impl Gpu for CudaGpu {
     unsafe fn launch(&self, stream: Stream, launch: &Launch<'_>) -> Result<()> {
         let (mut queues, target) = self.admit(stream)?;
         let device = &self.devices[target.device as usize];
-        let function = device.function(launch.kernel);
+        let function = device.function(launch.kernel)?;
         if launch.params.len() != function.param_bytes {
             return Err(TideError::Unsupported {
                 needed: format!("PTX whose {} takes {} bytes of parameters", launch.kernel.name(), launch.params.len()),
@@ -673,6 +681,31 @@ impl Gpu for CudaGpu {
             )));
         }
         queues.enqueued(stream)
+    }
+
+    fn enter(&self, device: u32) -> Result<()> {
+        self.device(device)?.enter()
+    }
+
+    fn load_kernels(&self, image: &str, kernels: &[Kernel]) -> Result<()> {
+        self.devices.iter().try_for_each(|device| {
+            device.enter()?;
+            device.load("further kernels", image, kernels)
+        })
+    }
+
+    fn enqueue_foreign(
+        &self,
+        stream: Stream,
+        wait: Option<&MemoryWait>,
+        call: &mut dyn FnMut(*mut c_void) -> Result<()>,
+    ) -> Result<()> {
+        let (mut queues, target) = self.admit(stream)?;
+        call(target.handle.cast())?;
+        match wait {
+            Some(wait) => queues.enqueued_wait(stream, wait),
+            None => queues.enqueued(stream),
+        }
     }
 
     fn synchronize(&self, stream: Stream, timeout_ns: u64) -> Result<SyncOutcome> {
