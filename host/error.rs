@@ -36,6 +36,20 @@ pub enum TideError {
         /// Which ranks hold which value, in one phrase.
         ranks: String,
     },
+    /// Processes did not find each other, or lost each other, or what one of them sent is not what the others wait for.
+    ///
+    /// The same exchange takes no more calls.
+    #[error("rendezvous: {detail}")]
+    Rendezvous {
+        /// Which rank, at which address or in which call, and what of it.
+        detail: String,
+    },
+    /// A process of this machine could not be started or watched.
+    #[error("launch: {detail}")]
+    Launch {
+        /// The program or the call, and what the operating system says of it.
+        detail: String,
+    },
     /// A call into the device driver, or an operation of the simulated device, failed.
     #[error("{call}: {detail}")]
     Driver {
@@ -59,6 +73,11 @@ impl TideError {
     /// A [`TideError::Usage`] from anything printable.
     pub fn usage(text: impl Into<String>) -> Self {
         Self::Usage(text.into())
+    }
+
+    /// A [`TideError::Rendezvous`] from anything printable.
+    pub fn rendezvous(detail: impl Into<String>) -> Self {
+        Self::Rendezvous { detail: detail.into() }
     }
 }
 

@@ -36,6 +36,7 @@ pub mod arena;
 pub mod collectives;
 pub mod error;
 pub mod gpu;
+pub mod launch;
 pub mod layout;
 pub mod monitor;
 pub mod net;

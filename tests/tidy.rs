@@ -35,7 +35,7 @@ fn offences(files: &[(PathBuf, String)], words: &[&str]) -> Vec<String> {
     found
 }
 
-const RULES: [(&str, &[&str], &str); 8] = [
+const RULES: [(&str, &[&str], &str); 9] = [
     (
         "host/layout.rs",
         &["crate::gpu", "crate::net", "crate::plan", "crate::arena", "crate::collectives"],
@@ -44,6 +44,11 @@ const RULES: [(&str, &[&str], &str); 8] = [
     ("host/plan", &["crate::gpu", "crate::net", "crate::arena", "crate::collectives", "std::time"], "plan is pure"),
     ("host/arena.rs", &["crate::net", "crate::collectives", "gpu::sim", "gpu::cuda"], "the arena knows no collective"),
     ("host/net", &["crate::collectives", "gpu::sim", "gpu::cuda"], "a network knows no collective"),
+    (
+        "host/launch",
+        &["crate::gpu", "crate::net", "crate::collectives", "crate::plan", "crate::arena"],
+        "how processes find each other knows no GPU",
+    ),
     ("host/collectives", &["gpu::sim", "gpu::cuda", "SimGpu", "CudaGpu", "cfg("], "a collective names no back end"),
     ("device/src/kernels", &["cfg(", "cfg!(", "asm!", "std::", "loop {"], "kernels are plain; only wait.rs waits"),
     ("device/src/abi", &["crate::arch", "crate::kernels", "crate::gin"], "abi imports nothing"),
