@@ -3,10 +3,11 @@
 use crate::arena::{Arena, ArenaLayout};
 use crate::error::{Result, TideError};
 use crate::gpu::{DeviceBuffer, Event, Gpu, Priority, Stream, SyncOutcome};
+use crate::launch::{Facts, agree};
 use crate::layout::Group;
 use crate::monitor::{Monitor, root_cause};
 use crate::net::loopback::LoopbackFabric;
-use crate::net::{Fabric, Facts, Net, NetOptions, Path};
+use crate::net::{Fabric, Net, NetOptions, Path};
 use crate::plan::{Rank, RankRange, Topology};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -75,7 +76,7 @@ impl Communicator {
                 options.context_count, options.stripe_bytes
             )));
         }
-        fabric.agree("communicator", &vec![("communicator options", format!("{options:?}"))])?;
+        agree_over(&*fabric, "communicator", &Facts::new().with("communicator options", format_args!("{options:?}")))?;
         let gpu = fabric.gpu();
         let monitor = Monitor::new(Arc::clone(gpu), fabric.driven().count())?;
         let claim = |rank| DeviceBuffer::from_slice(gpu, fabric.device_of(rank), &[0_u64]);
@@ -183,6 +184,15 @@ impl Communicator {
         })
     }
 
+    /// Gives every process what each of them brings, in the order of their ranks.
+    ///
+    /// # Errors
+    /// As [`Exchange::all_gather`](crate::launch::Exchange::all_gather).
+    pub fn all_gather_bytes(&self, label: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let exchange = self.shared.fabric.exchange();
+        exchange.lock().unwrap_or_else(PoisonError::into_inner).all_gather(label, bytes)
+    }
+
     pub(super) fn timeout_ns(&self) -> u64 {
         u64::try_from(self.shared.options.timeout.as_nanos()).unwrap_or(u64::MAX)
     }
@@ -204,7 +214,7 @@ impl Communicator {
     /// over it.
     pub(super) fn install(&self, what: &str, facts: &Facts, layout: ArenaLayout) -> Result<(Arc<Arena>, Arc<dyn Net>)> {
         let fabric = &self.shared.fabric;
-        fabric.agree(what, facts)?;
+        agree_over(&**fabric, what, facts)?;
         let mut window = None;
         let arena = Arena::new(self.gpu(), self.topology(), self.driven(), layout, |bytes| {
             let memory = fabric.allocate(bytes)?;
@@ -220,7 +230,7 @@ impl Communicator {
 
     /// Waits until all processes have installed a collective: peers may write to this one's arena from here on.
     pub(super) fn installed(&self, what: &str) -> Result<()> {
-        self.shared.fabric.agree(what, &Facts::new())
+        agree_over(&*self.shared.fabric, what, &Facts::new())
     }
 
     pub(super) fn create_stream(&self, rank: Rank, priority: Priority) -> Result<Stream> {
@@ -248,4 +258,10 @@ impl Communicator {
         }
         Ok(event)
     }
+}
+
+/// Waits until all processes have come here, and compares what they bring.
+fn agree_over(fabric: &dyn Fabric, label: &str, facts: &Facts) -> Result<()> {
+    let mut exchange = fabric.exchange().lock().unwrap_or_else(PoisonError::into_inner);
+    agree(&mut **exchange, label, facts)
 }

@@ -1,12 +1,13 @@
 //! The network between ranks of one process: every arena is an address. Puts of the host path are copies, signals are
 //! memory writes; the device path is `tide_device::gin::loopback`.
 
-use super::{Fabric, Facts, HostPut, HostSignal, Net, NetOptions, Window};
+use super::{Fabric, HostPut, HostSignal, Net, NetOptions, Window};
 use crate::arena::SymmetricMemory;
 use crate::error::Result;
 use crate::gpu::{Copy2d, DeviceBuffer, DevicePtr, Gpu, MemoryWait, Stream};
+use crate::launch::{Alone, Exchange};
 use crate::plan::{Node, Rank, RankRange, Topology};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use tide_device::abi::fault::WaitTag;
 use tide_device::abi::kernel::Kernel;
 use tide_device::abi::params::{LoopbackHandle, Piece};
@@ -18,12 +19,13 @@ use tide_device::gin::loopback::shared_bytes;
 pub struct LoopbackFabric {
     gpu: Arc<dyn Gpu>,
     topology: Topology,
+    exchange: Arc<Mutex<Box<dyn Exchange>>>,
 }
 
 impl LoopbackFabric {
     /// The ranks of `topology` on these GPUs.
     pub fn new(gpu: Arc<dyn Gpu>, topology: Topology) -> Self {
-        Self { gpu, topology }
+        Self { gpu, topology, exchange: Arc::new(Mutex::new(Box::new(Alone))) }
     }
 }
 
@@ -60,8 +62,8 @@ impl Fabric for LoopbackFabric {
         Ok(Arc::new(LoopbackWindow { fabric: self.clone(), ranks, multicast }))
     }
 
-    fn agree(&self, _label: &str, _facts: &Facts) -> Result<()> {
-        Ok(())
+    fn exchange(&self) -> &Mutex<Box<dyn Exchange>> {
+        &self.exchange
     }
 
     fn abort(&self) {}

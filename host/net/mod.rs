@@ -8,8 +8,9 @@ pub mod loopback;
 use crate::arena::SymmetricMemory;
 use crate::error::Result;
 use crate::gpu::{DevicePtr, Gpu, Stream};
+use crate::launch::Exchange;
 use crate::plan::{Node, Rank, RankRange, Topology};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use tide_device::abi::fault::WaitTag;
 use tide_device::abi::kernel::Kernel;
 use tide_device::abi::params::Piece;
@@ -77,9 +78,6 @@ pub struct NetOptions {
     pub context_count: u32,
 }
 
-/// What all processes must bring alike to an installation: names and values.
-pub type Facts = Vec<(&'static str, String)>;
-
 /// How the ranks of a communicator reach each other.
 ///
 /// Calls are collective: every process of the communicator makes the same ones in the same order.
@@ -99,11 +97,8 @@ pub trait Fabric: Send + Sync {
     /// # Errors
     /// What the driver or the network's library refuses.
     fn allocate(&self, bytes: u64) -> Result<Arc<dyn Window>>;
-    /// Waits until all processes have come here, and compares what they bring.
-    ///
-    /// # Errors
-    /// [`crate::TideError::Disagreement`], the same on every process; what ends the exchange.
-    fn agree(&self, label: &str, facts: &Facts) -> Result<()>;
+    /// How the processes talk to each other. Locked for one call at a time.
+    fn exchange(&self) -> &Mutex<Box<dyn Exchange>>;
     /// Gives the network up after a failure, so that nothing in flight keeps waiting; nothing else is called then.
     fn abort(&self);
 }

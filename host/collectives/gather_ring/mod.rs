@@ -31,6 +31,7 @@ use super::{Communicator, RankEvents, check_rank_count, check_slice};
 use crate::arena::{Arena, ArenaLayout, Region, Signals};
 use crate::error::{Result, TideError};
 use crate::gpu::{Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Event, Gpu, Launch, Priority, Stream};
+use crate::launch::Facts;
 use crate::layout::{Group, GroupLayout};
 use crate::net::Path;
 use crate::plan::all_gather::{gather_rounds, scatter_copies, slot_node};
@@ -178,9 +179,9 @@ impl GatherRing {
             .zip(groups)
             .map(|(layout, g)| (!g.cast).then(|| arena_layout.region("resident shard", group::slot_bytes(layout))))
             .collect();
-        let mut facts = vec![("options", format!("{options:?}"))];
-        for g in groups {
-            facts.push(("group", format!("{:016x}, cast {}", g.group.signature(), g.cast)));
+        let mut facts = Facts::new().with("options", format_args!("{options:?}"));
+        for (index, g) in groups.iter().enumerate() {
+            facts.push(&format!("group {index}"), format_args!("{:016x}, cast {}", g.group.signature(), g.cast));
         }
         let (arena, net) = comm.install("gather ring", &facts, arena_layout)?;
         let mut states = Vec::new();

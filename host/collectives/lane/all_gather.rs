@@ -23,6 +23,7 @@ use crate::collectives::rounds::{BlockRing, RankRound, Rounds, RoundsCall};
 use crate::collectives::{Communicator, RankEvents, check_fast_path, check_rank_count};
 use crate::error::Result;
 use crate::gpu::{Copy2d, DevicePtr, DeviceSlice, Event, Priority, Stream};
+use crate::launch::Facts;
 use crate::layout::{Group, GroupLayout};
 use crate::plan::all_gather::gather_rounds;
 use crate::plan::lane::{LaneRow, LaneWays, Ragged, sent_pieces};
@@ -78,7 +79,7 @@ impl LaneAllGather {
             data: arena_layout.signals(m * context_count),
             credit: arena_layout.signals(m),
         };
-        let facts = vec![("group", format!("{:016x}", group.signature()))];
+        let facts = Facts::new().with("group", format_args!("{:016x}", group.signature()));
         let (arena, net) = comm.install("lane all-gather", &facts, arena_layout)?;
         let gather_rounds = gather_rounds(m);
         let rows = rows(&layout, &ways, &regions);

@@ -38,6 +38,7 @@ use crate::collectives::{
 };
 use crate::error::{Result, TideError};
 use crate::gpu::{Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Event, Fill2d, Gpu, Launch, Priority, Stream};
+use crate::launch::Facts;
 use crate::layout::{Group, GroupLayout};
 use crate::plan::lane::{BANK_COUNT, LaneCut, LaneItem};
 use crate::plan::{Node, Rank, Topology, latin_square};
@@ -130,11 +131,10 @@ impl LaneReduceScatter {
         let layout = GroupLayout::new(group, u64::from(m))?;
         let cut = LaneCut::new(m, layout.packed_elems(), options.part_count);
         let (arena_layout, regions) = regions(&cut, dtype, comm.options().context_count);
-        let facts = vec![
-            ("group", format!("{:016x}", group.signature())),
-            ("gradients", format!("{dtype:?}")),
-            ("options", format!("{options:?}")),
-        ];
+        let facts = Facts::new()
+            .with("group", format_args!("{:016x}", group.signature()))
+            .with("gradients", format_args!("{dtype:?}"))
+            .with("options", format_args!("{options:?}"));
         let (arena, net) = comm.install("lane reduce-scatter", &facts, arena_layout)?;
         let (tables, credits) = network(&cut, comm, dtype, &regions);
         let rounds = Rounds::new(comm, &net, Operation::ReduceScatter, tables, credits, |_| 0)?;

@@ -26,6 +26,7 @@ use super::{Communicator, GradientDtype, RankEvents, Scale, check_fast_path, che
 use crate::arena::Arena;
 use crate::error::Result;
 use crate::gpu::{DeviceBuffer, DeviceSlice, Event, Fill2d, Gpu, Priority, Stream};
+use crate::launch::Facts;
 use crate::layout::{Group, GroupLayout};
 use crate::plan::{Rank, ReduceScatterOptions, ReduceScatterPlan, Topology};
 use std::sync::Arc;
@@ -113,11 +114,10 @@ impl ReduceScatter {
         let layout = GroupLayout::new(group, u64::from(topology.rank_count()))?;
         let plan = ReduceScatterPlan::new(topology, &layout, dtype.bytes(), options)?;
         let (arena_layout, regions) = tables::regions(&plan, comm.options().context_count);
-        let facts = vec![
-            ("group", format!("{:016x}", group.signature())),
-            ("gradients", format!("{dtype:?}")),
-            ("plan", format!("{:016x}", plan.hash())),
-        ];
+        let facts = Facts::new()
+            .with("group", format_args!("{:016x}", group.signature()))
+            .with("gradients", format_args!("{dtype:?}"))
+            .with("plan", format_args!("{:016x}", plan.hash()));
         let (arena, net) = comm.install("reduce-scatter", &facts, arena_layout)?;
         let (tables, credits) = tables::network(&plan, &regions, comm.options().context_count, comm.driven());
         let rounds = Rounds::new(comm, &net, Operation::ReduceScatter, tables, credits, |_| 0)?;
