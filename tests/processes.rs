@@ -84,11 +84,11 @@ impl Fabric for Part {
         self.job.whole.device_of(rank)
     }
 
-    fn allocate(&self, bytes: u64) -> Result<Arc<dyn Window>> {
+    fn allocate(self: Arc<Self>, bytes: u64) -> Result<Arc<dyn Window>> {
         let mut allocated = self.allocated.lock().unwrap();
         let mut windows = self.job.windows.lock().unwrap();
         if *allocated == windows.len() {
-            windows.push(self.job.whole.allocate(bytes)?);
+            windows.push(Arc::new(self.job.whole.clone()).allocate(bytes)?);
         }
         *allocated += 1;
         Ok(Arc::clone(&windows[*allocated - 1]))

@@ -217,7 +217,7 @@ impl Communicator {
         agree_over(&**fabric, what, facts)?;
         let mut window = None;
         let arena = Arena::new(self.gpu(), self.topology(), self.driven(), layout, |bytes| {
-            let memory = fabric.allocate(bytes)?;
+            let memory = Arc::clone(fabric).allocate(bytes)?;
             window = Some(Arc::clone(&memory));
             Ok(memory)
         })?;

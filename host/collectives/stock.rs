@@ -27,6 +27,11 @@ pub struct StockReduceScatter {
 }
 
 impl StockReduceScatter {
+    /// Bytes that each rank would allocate for a group of this layout.
+    pub fn bytes_for(layout: &GroupLayout) -> u64 {
+        4 * layout.packed_elems() * layout.rank_count()
+    }
+
     /// Allocates the packed buffer on every rank.
     ///
     /// # Errors
@@ -37,7 +42,7 @@ impl StockReduceScatter {
         let (gpu, topology) = (comm.gpu(), comm.topology());
         let layout = GroupLayout::new(group, u64::from(topology.rank_count()))?;
         let segments = layout.segments();
-        let packed_bytes = 4 * layout.packed_elems() * layout.rank_count();
+        let packed_bytes = Self::bytes_for(&layout);
         let new = |rank: Rank| DeviceBuffer::new(gpu, comm.device_of(rank), packed_bytes);
         let packed: Vec<DeviceBuffer> = topology.ranks().map(new).collect::<Result<_>>()?;
         let addresses: Vec<u64> = packed.iter().map(|p| p.address().0).collect();
@@ -160,6 +165,11 @@ pub struct StockAllGather {
 }
 
 impl StockAllGather {
+    /// Bytes that each rank would allocate for a group of this layout: shard, rank-major output, per-parameter storage.
+    pub fn bytes_for(layout: &GroupLayout) -> u64 {
+        layout.shard_bytes() + 2 * layout.landing_bytes()
+    }
+
     /// Allocates packed shard, rank-major output and per-parameter storage on every rank.
     ///
     /// # Errors

@@ -50,7 +50,7 @@ impl Fabric for LoopbackFabric {
         self.topology.local_of(rank).0 % self.gpu.device_count()
     }
 
-    fn allocate(&self, bytes: u64) -> Result<Arc<dyn Window>> {
+    fn allocate(self: Arc<Self>, bytes: u64) -> Result<Arc<dyn Window>> {
         let new = |rank| DeviceBuffer::new(&self.gpu, self.device_of(rank), bytes);
         let ranks: Vec<DeviceBuffer> = self.topology.ranks().map(new).collect::<Result<_>>()?;
         let mut multicast = Vec::new();
@@ -59,7 +59,7 @@ impl Fabric for LoopbackFabric {
             let replicas: Vec<DevicePtr> = self.topology.local_ranks().map(of_local).collect();
             multicast.push(self.gpu.bind_multicast(&replicas, bytes)?);
         }
-        Ok(Arc::new(LoopbackWindow { fabric: self.clone(), ranks, multicast }))
+        Ok(Arc::new(LoopbackWindow { fabric: (*self).clone(), ranks, multicast }))
     }
 
     fn exchange(&self) -> &Mutex<Box<dyn Exchange>> {

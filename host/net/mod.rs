@@ -4,6 +4,8 @@
 //! of [`Net`], enqueued in a stream. Signals are 64-bit counters that only grow; both paths count the same.
 
 pub mod loopback;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 
 use crate::arena::SymmetricMemory;
 use crate::error::Result;
@@ -96,7 +98,7 @@ pub trait Fabric: Send + Sync {
     ///
     /// # Errors
     /// What the driver or the network's library refuses.
-    fn allocate(&self, bytes: u64) -> Result<Arc<dyn Window>>;
+    fn allocate(self: Arc<Self>, bytes: u64) -> Result<Arc<dyn Window>>;
     /// How the processes talk to each other. Locked for one call at a time.
     fn exchange(&self) -> &Mutex<Box<dyn Exchange>>;
     /// Gives the network up after a failure, so that nothing in flight keeps waiting; nothing else is called then.

@@ -11,6 +11,7 @@
 //! pass: `L` rows, one for each rank of the destination node, of one sub-slice each [TIDE §4.2].
 
 pub mod all_gather;
+pub mod connections;
 pub mod lane;
 pub mod latin_square;
 pub mod memory;

@@ -17,6 +17,8 @@ pub enum Machine {
     Sim,
     /// The GPUs of the CUDA driver.
     Cuda,
+    /// Those, of a cluster.
+    Nccl,
 }
 
 impl Machine {
@@ -27,7 +29,9 @@ impl Machine {
     pub fn choose(backend: Backend) -> Result<(Self, Option<String>)> {
         match (backend, cuda_absence()) {
             (Backend::Sim, _) => Ok((Self::Sim, None)),
+            (Backend::Nccl, None) => Ok((Self::Nccl, None)),
             (_, None) => Ok((Self::Cuda, None)),
+            (Backend::Nccl, Some(why)) => Err(unsupported(format!("--backend nccl: {why}"))),
             (Backend::Cuda, Some(why)) => Err(unsupported(format!("--backend cuda: {why}"))),
             (Backend::Auto, Some(why)) => Ok((Self::Sim, Some(format!("no GPU is used: {why}")))),
         }
@@ -38,6 +42,7 @@ impl Machine {
         match self {
             Self::Sim => "sim",
             Self::Cuda => "cuda",
+            Self::Nccl => "nccl",
         }
     }
 
@@ -51,7 +56,7 @@ impl Machine {
                 let machine = MachineOptions { device_count: gpus_per_node, seed, ..Default::default() };
                 Ok(SimGpu::new(SimOptions { machine, ..Default::default() }))
             }
-            Self::Cuda => start_cuda(),
+            Self::Cuda | Self::Nccl => start_cuda(),
         }
     }
 }

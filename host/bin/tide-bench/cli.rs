@@ -38,7 +38,8 @@ Table:
   are microseconds, algbw and busbw GB/s (1e9), busbw = algbw * (N-1)/N. The simulator shows `-` for
   every rate: its time is not a GPU's. buffer is what one rank allocated: for rs beside gradients and
   output, for ag with its shard and the landing; stock is the same for the FSDP2-like baseline. descr
-  counts a rank's copy descriptors in a call. The digest is XXH3-128 over all ranks' outputs.
+  counts a rank's copy descriptors in a call. The digest is XXH3-128 over
+  the ranks' own, in rank order, each XXH3-128 over that rank's outputs.
 
 Exit status: 0 right, 1 wrong data, 2 bad usage, 3 unsupported here, 4 fail-stop.";
 
@@ -66,7 +67,21 @@ pub enum Command {
     Replay(Box<ReplayArgs>),
     /// Print what this machine has, and what each lack costs. Exit status: 0 nothing is lacking, 10 it runs with
     /// fallbacks, 20 no GPU can be used.
-    Doctor,
+    Doctor(DoctorArgs),
+}
+
+/// `tide-bench doctor`.
+#[derive(Debug, Clone, Copy, Args)]
+pub struct DoctorArgs {
+    /// Estimate what NCCL's connections take on so many nodes, M: 1 to 1024.
+    #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=NODES_MAX))]
+    pub nodes: Option<u32>,
+    /// GPUs of a node, L, for the estimate: 1 to 8.
+    #[arg(long, value_name = "L", default_value_t = 8, requires = "nodes", value_parser = clap::value_parser!(u32).range(1..=GPUS_MAX))]
+    pub gpus: u32,
+    /// Network contexts, for the estimate.
+    #[arg(long, value_name = "N", default_value_t = 4, requires = "nodes", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub contexts: u32,
 }
 
 /// Which collectives to run.
@@ -101,6 +116,8 @@ pub enum Backend {
     Sim,
     /// The GPUs of this machine, through the CUDA driver.
     Cuda,
+    /// The GPUs of a cluster, connected by NCCL; each process drives one, or, without a launcher, this one drives all ranks.
+    Nccl,
 }
 
 /// Who drives the network.
@@ -207,20 +224,30 @@ pub struct RunArgs {
     /// Which collectives to run.
     #[arg(long, default_value = "all")]
     pub collective: Collective,
-    /// Nodes, M: 1 to 1024.
-    #[arg(long, value_name = "M", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=NODES_MAX))]
-    pub nodes: u32,
-    /// GPUs of a node, L: 1 to 8.
-    #[arg(long, value_name = "L", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=GPUS_MAX))]
-    pub gpus: u32,
+    /// Nodes, M: 1 to 1024 [default: 2, or the launcher's].
+    #[arg(long, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=NODES_MAX))]
+    pub nodes: Option<u32>,
+    /// GPUs of a node, L: 1 to 8 [default: 4, or the launcher's].
+    #[arg(long, value_name = "L", value_parser = clap::value_parser!(u32).range(1..=GPUS_MAX))]
+    pub gpus: Option<u32>,
     /// The machine to run on.
     #[arg(long, default_value = "auto")]
     pub backend: Backend,
     #[command(flatten)]
     pub source: SourceArgs,
-    /// Who drives the network; the results are the same, bit by bit.
-    #[arg(long, default_value = "device")]
-    pub path: NetworkPath,
+    /// Who drives the network; the results are the same, bit by bit [default: device; with NCCL, the best that all ranks
+    /// have].
+    #[arg(long)]
+    pub path: Option<NetworkPath>,
+    /// With --backend nccl: start this many processes, one for each GPU of this node.
+    #[arg(long, value_name = "L", value_parser = clap::value_parser!(u32).range(1..=GPUS_MAX))]
+    pub spawn: Option<u32>,
+    /// With --backend nccl: where modules lie that `cargo xtask ptx --nccl` has built [default: TIDE_NCCL_MODULES].
+    #[arg(long, value_name = "DIR")]
+    pub nccl_modules: Option<PathBuf>,
+    /// With --backend nccl: the longest that ranks wait for each other while they connect, seconds.
+    #[arg(long, value_name = "S", default_value_t = 120, value_parser = clap::value_parser!(u32).range(1..))]
+    pub connect_timeout_s: u32,
     #[command(flatten)]
     pub plan: PlanOptions,
     /// The factor of the sum, in fp32.
@@ -322,10 +349,10 @@ mod tests {
     fn run_is_the_default_subcommand() {
         let implied = Cli::try_parse_from(["tide-bench", "--nodes", "3"]).unwrap();
         assert!(implied.command.is_none());
-        assert_eq!(implied.run.nodes, 3);
+        assert_eq!(implied.run.nodes, Some(3));
         let named = Cli::try_parse_from(["tide-bench", "run", "--nodes", "3"]).unwrap();
         let Some(Command::Run(run)) = named.command else { panic!() };
-        assert_eq!((run.nodes, run.gpus, run.iters), (3, 4, 1));
+        assert_eq!((run.nodes, run.gpus, run.iters), (Some(3), None, 1));
     }
 
     #[test]

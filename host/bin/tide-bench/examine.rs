@@ -6,7 +6,8 @@ use std::time::Duration;
 use anyhow::Result;
 use safetensors::tensor::Dtype as FileDtype;
 use tide_gpu::layout::{Group, GroupLayout};
-use xxhash_rust::xxh3::Xxh3Default;
+use tide_gpu::plan::RankRange;
+use xxhash_rust::xxh3::{Xxh3Default, xxh3_128};
 
 use crate::progress::Progress;
 use crate::report::{Row, Times};
@@ -29,6 +30,15 @@ pub trait Leg {
     /// # Errors
     /// Those of the machine.
     fn read(&mut self, rank: u64, parameter: usize, out: &mut Vec<u8>) -> Result<()>;
+
+    /// The ranks whose outputs can be read here: those that this process drives.
+    fn ranks(&self) -> RankRange;
+
+    /// Gives every process what each of them brings, in the order of their ranks.
+    ///
+    /// # Errors
+    /// A process is gone.
+    fn all_gather(&self, label: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
 
     /// What can be told of it beside its results.
     fn facts(&self) -> Facts;
@@ -164,7 +174,7 @@ pub fn examine(leg: &mut dyn Leg, job: Job<'_>, settings: &Settings<'_>, progres
         }
         progress.step();
     }
-    let times = Times::of(&calls);
+    let times = Times::of(&slowest(leg, &calls)?);
 
     let mut check = settings.check.then(|| match job {
         Job::Gather(tensors) => Check::Gather(GatherCheck::new(tensors)),
@@ -173,12 +183,13 @@ pub fn examine(leg: &mut dyn Leg, job: Job<'_>, settings: &Settings<'_>, progres
         }
     });
     let entries = job.entries(&layout);
-    let files = settings.save.map(|dir| RankFiles::create(dir, name, rank_count, &entries)).transpose()?;
+    let files = settings.save.map(|dir| RankFiles::create(dir, name, leg.ranks(), &entries)).transpose()?;
     let parameter_count = entries.len();
-    progress.start(format!("{name} outputs"), rank_count * parameter_count as u64);
-    let mut digest = Xxh3Default::new();
+    progress.start(format!("{name} outputs"), u64::from(leg.ranks().count()) * parameter_count as u64);
+    let mut digests = Vec::new();
     let mut bytes = Vec::new();
-    for rank in 0..rank_count {
+    for rank in leg.ranks().iter().map(|r| u64::from(r.0)) {
+        let mut digest = Xxh3Default::new();
         for index in 0..parameter_count {
             leg.read(rank, index, &mut bytes)?;
             digest.update(&bytes);
@@ -190,9 +201,11 @@ pub fn examine(leg: &mut dyn Leg, job: Job<'_>, settings: &Settings<'_>, progres
             }
             progress.step();
         }
+        digests.extend(digest.digest128().to_le_bytes());
     }
     files.map(RankFiles::keep).transpose()?;
-    let verdict = check.map(Check::finish);
+    let digest = xxh3_128(&leg.all_gather("digests", &digests)?.concat());
+    let verdict = check.map(Check::finish).map(|verdict| common(leg, verdict)).transpose()?;
 
     let facts = leg.facts();
     let parameters = job.group().parameters();
@@ -220,15 +233,43 @@ pub fn examine(leg: &mut dyn Leg, job: Job<'_>, settings: &Settings<'_>, progres
         buffer_bytes: facts.buffer_bytes,
         stock_buffer_bytes: facts.stock_buffer_bytes,
         descriptors: facts.descriptors,
-        digest: format!("{:032x}", digest.digest128()),
+        digest: format!("{digest:032x}"),
         count: sizes().map(|(elems, _)| elems).sum(),
         dtype: job.dtype(),
     })
 }
 
+/// Of every call, the time of the process that took longest.
+fn slowest(leg: &dyn Leg, calls: &[Duration]) -> Result<Vec<Duration>> {
+    let mine: Vec<u8> = calls.iter().flat_map(|c| (c.as_nanos() as u64).to_le_bytes()).collect();
+    let all = leg.all_gather("times", &mine)?;
+    let time = |call: usize| all.iter().filter_map(|times| word(times, call)).max().unwrap_or(0);
+    Ok((0..calls.len()).map(|call| Duration::from_nanos(time(call))).collect())
+}
+
+/// The verdict on what all processes have seen.
+fn common(leg: &dyn Leg, mine: Verdict) -> Result<Verdict> {
+    let words = [mine.wrong, mine.max_abs_err.to_bits(), mine.err_bound.to_bits()];
+    let all = leg.all_gather("verdicts", &words.map(u64::to_le_bytes).concat())?;
+    let each = |index: usize| all.iter().filter_map(move |verdict| word(verdict, index));
+    Ok(Verdict {
+        wrong: each(0).sum(),
+        max_abs_err: each(1).map(f64::from_bits).fold(0.0, f64::max),
+        // Each knows a part of the largest reference: the strictest bound is that of the least.
+        err_bound: each(2).map(f64::from_bits).fold(f64::INFINITY, f64::min),
+    })
+}
+
+/// The `index`-th 64-bit word of what a process has sent.
+fn word(bytes: &[u8], index: usize) -> Option<u64> {
+    bytes.chunks_exact(8).nth(index).map(|w| u64::from_le_bytes(w.try_into().expect("eight bytes")))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tide_gpu::plan::Rank;
+
     use crate::cli::{Collective, SourceArgs};
     use crate::model_file::ModelFile;
     use crate::tensors::Workload;
@@ -254,6 +295,14 @@ mod tests {
                 out[0] ^= 1;
             }
             Ok(())
+        }
+
+        fn ranks(&self) -> RankRange {
+            RankRange::new(Rank(0), 4)
+        }
+
+        fn all_gather(&self, _label: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+            Ok(vec![bytes.to_vec()])
         }
 
         fn facts(&self) -> Facts {

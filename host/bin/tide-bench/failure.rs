@@ -22,6 +22,9 @@ pub enum Failure {
     /// What this machine does not have.
     #[error("{0}")]
     Unsupported(String),
+    /// A process that this one has started.
+    #[error("a rank has ended with status {0}")]
+    Child(u8),
 }
 
 /// A [`Failure::Usage`] as an error.
@@ -32,6 +35,11 @@ pub fn usage(sentence: impl Into<String>) -> anyhow::Error {
 /// A [`Failure::Unsupported`] as an error.
 pub fn unsupported(sentence: impl Into<String>) -> anyhow::Error {
     Failure::Unsupported(sentence.into()).into()
+}
+
+/// A [`Failure::Child`] as an error.
+pub fn child_failed(status: u8) -> anyhow::Error {
+    Failure::Child(status).into()
 }
 
 /// The exit status of an error: that of the first cause that has one, else bad usage (a file that
@@ -45,12 +53,16 @@ fn status_of(cause: &(dyn std::error::Error + 'static)) -> Option<u8> {
         return Some(match failure {
             Failure::Usage(_) => BAD_USAGE,
             Failure::Unsupported(_) => UNSUPPORTED,
+            Failure::Child(status) => *status,
         });
     }
     if let Some(error) = cause.downcast_ref::<TideError>() {
         return Some(match error {
             TideError::Unsupported { .. } => UNSUPPORTED,
-            TideError::FailStop(_) | TideError::Poisoned { .. } | TideError::Driver { .. } => FAIL_STOP,
+            TideError::FailStop(_)
+            | TideError::Poisoned { .. }
+            | TideError::Driver { .. }
+            | TideError::Rendezvous { .. } => FAIL_STOP,
             _ => BAD_USAGE,
         });
     }

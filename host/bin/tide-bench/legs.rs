@@ -7,13 +7,12 @@ use anyhow::Result;
 use tide_device::abi::params::GRADIENTS_MAX;
 use tide_gpu::gpu::{DevicePtr, Gpu};
 use tide_gpu::layout::Group;
-use tide_gpu::plan::{ReduceScatterOptions, Topology};
-use tide_gpu::{Communicator, CommunicatorOptions, Path, Scale};
+use tide_gpu::plan::ReduceScatterOptions;
+use tide_gpu::{Communicator, Path, Scale};
 
-use crate::backend::Machine;
-use crate::cli::RunArgs;
 use crate::examine::{Job, Leg};
 use crate::progress::Progress;
+use crate::site::Site;
 
 /// The path of a collective that the baseline carries.
 const STOCK: &str = "stock";
@@ -26,16 +25,12 @@ const CHUNK_BYTES: u64 = 1 << 20;
 /// # Errors
 /// Those of the library.
 pub fn prepare<'a>(
-    machine: Machine,
-    arguments: &RunArgs,
-    topology: Topology,
+    site: &Site,
     options: &ReduceScatterOptions,
     job: Job<'a>,
     progress: &Progress,
 ) -> Result<(Box<dyn Leg + 'a>, Option<String>)> {
-    let gpu = machine.start(topology.local_rank_count(), arguments.source.seed)?;
-    let comm =
-        Communicator::new(gpu, topology, CommunicatorOptions { path: arguments.path.into(), ..Default::default() })?;
+    let comm = site.communicator()?;
     let leg: Box<dyn Leg + 'a> = match job {
         Job::Gather(tensors) => Box::new(gather::GatherLeg::new(comm, tensors, progress)?),
         Job::Reduce { gradients, alpha, accumulate } => {

@@ -18,6 +18,7 @@ mod replay;
 mod report;
 mod run;
 mod save;
+mod site;
 mod tensors;
 #[cfg(test)]
 mod testing;
@@ -41,7 +42,7 @@ fn main() -> ExitCode {
         Some(Command::Run(arguments)) => run::run(&arguments),
         Some(Command::Plan(arguments)) => plan_cmd::plan(&arguments).map(|()| true),
         Some(Command::Replay(arguments)) => replay::replay(&arguments),
-        Some(Command::Doctor) => return ExitCode::from(doctor::report()),
+        Some(Command::Doctor(arguments)) => return ExitCode::from(doctor::report(&arguments)),
     };
     match outcome {
         Ok(true) => ExitCode::SUCCESS,

@@ -92,7 +92,7 @@ pub struct Row {
     pub stock_buffer_bytes: u64,
     /// Copy descriptors of a rank and call.
     pub descriptors: u64,
-    /// XXH3-128 over all ranks' outputs.
+    /// XXH3-128 over the ranks' own digests, in rank order, each XXH3-128 over that rank's outputs.
     pub digest: String,
     /// Elements of the group, for the table.
     #[serde(skip)]
@@ -205,6 +205,8 @@ pub enum Voice {
     Stdout,
     /// Standard error.
     Stderr,
+    /// Nowhere: another process speaks.
+    Silent,
 }
 
 impl Voice {
@@ -219,6 +221,7 @@ impl Voice {
         let _ = match self {
             Self::Stdout => std::io::stdout().lock().write_all(text.as_bytes()),
             Self::Stderr => std::io::stderr().lock().write_all(text.as_bytes()),
+            Self::Silent => Ok(()),
         };
     }
 }

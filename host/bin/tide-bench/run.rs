@@ -2,16 +2,18 @@
 
 use std::fmt::Write as _;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
+use tide_gpu::launch::spawn::{SpawnOptions, spawn as start_all};
 use tide_gpu::layout::GroupLayout;
 use tide_gpu::plan::{PlanError, ReduceScatterOptions, ReduceScatterPlan, Topology};
 
 use crate::backend::Machine;
 use crate::cli::{PlanOptions, RunArgs, command_line};
 use crate::examine::{Job, Settings, examine};
-use crate::failure::usage;
+use crate::failure::{child_failed, usage};
 use crate::progress::Progress;
 use crate::report::{Row, Voice};
+use crate::site::Site;
 use crate::tensors::Workload;
 use crate::verify::PREVIOUS;
 use crate::{legs, memory, report, save};
@@ -22,7 +24,11 @@ use crate::{legs, memory, report, save};
 /// Bad usage, what this machine cannot do, and a fail-stop; before anything is written, but for the
 /// last.
 pub fn run(arguments: &RunArgs) -> Result<bool> {
-    let topology = Topology::new(arguments.nodes, arguments.gpus).context("--nodes and --gpus")?;
+    if let Some(count) = arguments.spawn {
+        return spawn(count);
+    }
+    let site = Site::open(arguments)?;
+    let (machine, topology) = (site.machine(), site.topology());
     let rank_count = u64::from(topology.rank_count());
     let workload = Workload::open(&arguments.source, arguments.collective, rank_count)?;
     if let Some(dir) = &arguments.save {
@@ -31,18 +37,17 @@ pub fn run(arguments: &RunArgs) -> Result<bool> {
     if let Some(path) = arguments.json.as_deref().filter(|path| path.as_os_str() != "-") {
         save::check_file("--json", path)?;
     }
-    let (machine, fallback) = Machine::choose(arguments.backend)?;
     let options = reduce_options(&arguments.plan);
     let needed = needed_bytes(&workload, topology, &options)?;
     if machine == Machine::Sim {
         memory::check(needed, arguments.source.preset.as_deref())?;
     }
 
-    let voice = Voice::beside(arguments.json.as_deref());
+    let voice = if site.is_first() { Voice::beside(arguments.json.as_deref()) } else { Voice::Silent };
     voice.say(&header(arguments, machine, topology, &workload));
-    fallback.iter().for_each(|line| voice.say(&format!("# {line}\n")));
+    site.notes.iter().for_each(|line| voice.say(&format!("# {line}\n")));
     let settings = Settings {
-        shape: (arguments.nodes, arguments.gpus),
+        shape: (topology.node_count(), topology.local_rank_count()),
         iters: arguments.iters,
         warmup: arguments.warmup,
         check: !arguments.no_check,
@@ -51,16 +56,37 @@ pub fn run(arguments: &RunArgs) -> Result<bool> {
     let mut rows = Vec::new();
     for job in jobs(&workload, arguments) {
         let progress = Progress::new();
-        let (mut leg, note) = legs::prepare(machine, arguments, topology, &options, job, &progress)?;
+        let (mut leg, note) = legs::prepare(&site, &options, job, &progress)?;
         note.iter().for_each(|note| voice.say(&format!("# {note}\n")));
         rows.push(examine(leg.as_mut(), job, &settings, &progress)?);
     }
     voice.say(&report::table(&rows));
     voice.say(&report::footer(&rows));
-    if let Some(path) = &arguments.json {
+    if let Some(path) = arguments.json.as_ref().filter(|_| site.is_first()) {
         report::deliver_json(path, &report::json(&rows)?)?;
     }
     Ok(rows.iter().all(Row::is_right))
+}
+
+/// Starts a process for each GPU of this node, and gives what became of them.
+///
+/// # Errors
+/// A process that cannot be started.
+fn spawn(count: u32) -> Result<bool> {
+    // The children get the same command without `--spawn`.
+    let mut arguments = Vec::new();
+    let mut words = std::env::args_os().skip(1);
+    while let Some(word) = words.next() {
+        match word.to_str() {
+            Some("--spawn") => drop(words.next()),
+            Some(text) if text.starts_with("--spawn=") => {}
+            _ => arguments.push(word),
+        }
+    }
+    match start_all(&SpawnOptions::new(count, arguments)?)? {
+        0 => Ok(true),
+        status => Err(child_failed(status)),
+    }
 }
 
 /// The library's options for these of the command line.

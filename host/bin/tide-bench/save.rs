@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use safetensors::tensor::Dtype as FileDtype;
+use tide_gpu::plan::{Rank, RankRange};
 
 use crate::failure::usage;
 use crate::model_file::io_reason;
@@ -141,24 +142,25 @@ fn rank_file(prefix: &str, rank: u64) -> String {
 /// The files of one collective, one of each rank; they get their names once all of them are whole.
 #[derive(Debug)]
 pub struct RankFiles {
+    ranks: RankRange,
     files: Vec<Pending>,
     offsets: Vec<u64>,
 }
 
 impl RankFiles {
-    /// Creates `prefix-rank{r}.safetensors` in `dir` for every rank, each with these tensors.
+    /// Creates `prefix-rank{r}.safetensors` in `dir` for each of these ranks, all with these tensors.
     ///
     /// # Errors
     /// A file cannot be made; the sentence names it.
-    pub fn create(dir: &Path, prefix: &str, rank_count: u64, entries: &[Entry]) -> Result<Self> {
+    pub fn create(dir: &Path, prefix: &str, ranks: RankRange, entries: &[Entry]) -> Result<Self> {
         std::fs::create_dir_all(dir).map_err(|e| usage(format!("--save {}: {}", dir.display(), io_reason(&e))))?;
         let (header, offsets) = header(entries)?;
-        let files = (0..rank_count).map(|rank| {
-            let pending = Pending::create(&dir.join(rank_file(prefix, rank)))?;
+        let files = ranks.iter().map(|rank| {
+            let pending = Pending::create(&dir.join(rank_file(prefix, rank.0.into())))?;
             pending.file.write_all_at(&header, 0).with_context(|| pending.path.display().to_string())?;
             Ok(pending)
         });
-        Ok(Self { files: files.collect::<Result<_>>()?, offsets })
+        Ok(Self { ranks, files: files.collect::<Result<_>>()?, offsets })
     }
 
     /// Writes tensor `index` of `rank`'s file.
@@ -166,7 +168,7 @@ impl RankFiles {
     /// # Errors
     /// The disk is full, or gone.
     pub fn write(&self, rank: u64, index: usize, bytes: &[u8]) -> Result<()> {
-        let pending = &self.files[rank as usize];
+        let pending = &self.files[self.ranks.index(Rank(rank as u32))];
         pending.file.write_all_at(bytes, self.offsets[index]).with_context(|| pending.path.display().to_string())
     }
 
@@ -207,6 +209,10 @@ fn header(entries: &[Entry]) -> Result<(Vec<u8>, Vec<u64>)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn ranks(count: u32) -> RankRange {
+        RankRange::new(Rank(0), count)
+    }
     use crate::model_file::ModelFile;
     use crate::testing::Scratch;
 
@@ -223,7 +229,7 @@ mod tests {
     #[test]
     fn what_is_saved_can_be_read_back() {
         let dir = Scratch::new();
-        let files = RankFiles::create(&dir.path("new/deep"), "rs", 2, &entries()).unwrap();
+        let files = RankFiles::create(&dir.path("new/deep"), "rs", ranks(2), &entries()).unwrap();
         for rank in 0..2 {
             files.write(rank, 0, &[1, 0, 1]).unwrap();
             files.write(rank, 1, &[rank as u8; 8]).unwrap();
@@ -241,7 +247,7 @@ mod tests {
     #[test]
     fn unfinished_files_leave_no_trace() {
         let dir = Scratch::new();
-        drop(RankFiles::create(dir.dir(), "ag", 3, &entries()).unwrap());
+        drop(RankFiles::create(dir.dir(), "ag", ranks(3), &entries()).unwrap());
         assert_eq!(std::fs::read_dir(dir.dir()).unwrap().count(), 0);
     }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use tide_gpu::gpu::{DevicePtr, DeviceSlice};
 use tide_gpu::layout::GroupLayout;
-use tide_gpu::plan::Rank;
+use tide_gpu::plan::{Rank, RankRange};
 use tide_gpu::{AllGather, AllGatherOptions, Communicator, RankGather, StockAllGather};
 
 use super::{CHUNK_BYTES, STOCK, fill, is_fast, path_name};
@@ -52,13 +52,16 @@ impl GatherLeg {
     /// Those of the library.
     pub fn new(comm: Communicator, tensors: &Tensors, progress: &Progress) -> Result<Self> {
         let layout = GroupLayout::new(&tensors.group, comm.topology().rank_count().into())?;
-        let stock = StockAllGather::new(&comm, &tensors.group)?;
-        let stock_buffer_bytes = stock.buffer_bytes();
-        let collective = if is_fast(&tensors.group) {
-            drop(stock);
-            Collective::Fast(Box::new(AllGather::new(&comm, &tensors.group, AllGatherOptions::default())?))
+        let (collective, stock_buffer_bytes) = if !is_fast(&tensors.group) {
+            let stock = StockAllGather::new(&comm, &tensors.group)?;
+            let bytes = stock.buffer_bytes();
+            (Collective::Stock(stock), bytes)
         } else {
-            Collective::Stock(stock)
+            // The baseline is one of all ranks in a process: measured where that is so.
+            let is_whole = comm.driven() == comm.topology().all();
+            let measured = is_whole.then(|| StockAllGather::new(&comm, &tensors.group)).transpose()?;
+            let bytes = measured.map_or_else(|| StockAllGather::bytes_for(&layout), |stock| stock.buffer_bytes());
+            (Collective::Fast(Box::new(AllGather::new(&comm, &tensors.group, AllGatherOptions::default())?)), bytes)
         };
         let leg = Self { comm, collective, layout, stock_buffer_bytes };
         leg.upload(tensors, progress)?;
@@ -67,9 +70,9 @@ impl GatherLeg {
 
     fn upload(&self, tensors: &Tensors, progress: &Progress) -> Result<()> {
         let parameters = self.layout.parameters();
-        progress.start("ag inputs".to_owned(), self.layout.rank_count() * parameters.len() as u64);
+        progress.start("ag inputs".to_owned(), u64::from(self.comm.driven().count()) * parameters.len() as u64);
         let mut bytes = Vec::new();
-        for rank in self.comm.topology().ranks() {
+        for rank in self.comm.driven().iter() {
             for (index, p) in parameters.iter().enumerate() {
                 let item = tensors.group.parameters()[index].dtype().bytes();
                 let first = p.rows_of(rank.0.into()).start * p.row_elems;
@@ -89,7 +92,7 @@ impl GatherLeg {
 
 impl Leg for GatherLeg {
     fn call(&mut self) -> Result<Duration> {
-        for rank in self.comm.topology().ranks() {
+        for rank in self.comm.driven().iter() {
             for index in 0..self.layout.parameters().len() {
                 let landing = self.collective.landing(rank, index);
                 fill(self.comm.gpu().as_ref(), landing.address, landing.bytes, &[STALE])?;
@@ -98,7 +101,7 @@ impl Leg for GatherLeg {
         let start = Instant::now();
         match &mut self.collective {
             Collective::Fast(gather) => {
-                let ranks = vec![RankGather::default(); self.layout.rank_count() as usize];
+                let ranks = vec![RankGather::default(); self.comm.driven().count() as usize];
                 gather.enqueue(&ranks)?;
             }
             Collective::Stock(gather) => {
@@ -116,6 +119,14 @@ impl Leg for GatherLeg {
             self.comm.gpu().download(landing.address, out)?;
         }
         Ok(())
+    }
+
+    fn ranks(&self) -> RankRange {
+        self.comm.driven()
+    }
+
+    fn all_gather(&self, label: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        Ok(self.comm.all_gather_bytes(label, bytes)?)
     }
 
     fn facts(&self) -> Facts {

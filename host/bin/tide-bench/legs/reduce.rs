@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use tide_gpu::gpu::{DeviceBuffer, DevicePtr, DeviceSlice};
 use tide_gpu::layout::GroupLayout;
-use tide_gpu::plan::{Rank, ReduceScatterOptions};
+use tide_gpu::plan::{Rank, RankRange, ReduceScatterOptions};
 use tide_gpu::{Communicator, GradientDtype, RankGradients, ReduceScatter, Scale, StockReduceScatter};
 
 use super::{CHUNK_BYTES, STOCK, fill, is_fast, path_name};
@@ -53,17 +53,20 @@ impl ReduceLeg {
             GradDtype::F32 => GradientDtype::F32,
         };
         let layout = GroupLayout::new(&gradients.group, comm.topology().rank_count().into())?;
-        let stock = StockReduceScatter::new(&comm, &gradients.group, dtype)?;
-        let stock_buffer_bytes = stock.buffer_bytes();
-        let collective = if is_fast(&gradients.group) {
-            drop(stock);
-            Collective::Fast(Box::new(ReduceScatter::new(&comm, &gradients.group, dtype, options)?))
+        let (collective, stock_buffer_bytes) = if !is_fast(&gradients.group) {
+            let stock = StockReduceScatter::new(&comm, &gradients.group, dtype)?;
+            let bytes = stock.buffer_bytes();
+            (Collective::Stock(stock), bytes)
         } else {
-            Collective::Stock(stock)
+            // The baseline is one of all ranks in a process: measured where that is so.
+            let is_whole = comm.driven() == comm.topology().all();
+            let measured = is_whole.then(|| StockReduceScatter::new(&comm, &gradients.group, dtype)).transpose()?;
+            let bytes = measured.map_or_else(|| StockReduceScatter::bytes_for(&layout), |stock| stock.buffer_bytes());
+            (Collective::Fast(Box::new(ReduceScatter::new(&comm, &gradients.group, dtype, options)?)), bytes)
         };
-        progress.start("rs inputs".to_owned(), layout.rank_count() * layout.parameters().len() as u64);
+        progress.start("rs inputs".to_owned(), u64::from(comm.driven().count()) * layout.parameters().len() as u64);
         let (mut ranks, mut outputs, mut owned) = (Vec::new(), Vec::new(), Vec::new());
-        for rank in comm.topology().ranks() {
+        for rank in comm.driven().iter() {
             let mut slices = Vec::new();
             for index in 0..layout.parameters().len() {
                 let buffer = upload(&comm, rank, gradients, &layout, index)?;
@@ -127,10 +130,19 @@ impl Leg for ReduceLeg {
         let p = &self.layout.parameters()[parameter];
         out.resize((p.shard_elems * 4) as usize, 0);
         if !out.is_empty() {
-            let address = self.outputs[rank as usize].address().0 + p.packed_offset_elems * 4;
+            let address =
+                self.outputs[self.comm.driven().index(Rank(rank as u32))].address().0 + p.packed_offset_elems * 4;
             self.comm.gpu().download(DevicePtr(address), out)?;
         }
         Ok(())
+    }
+
+    fn ranks(&self) -> RankRange {
+        self.comm.driven()
+    }
+
+    fn all_gather(&self, label: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        Ok(self.comm.all_gather_bytes(label, bytes)?)
     }
 
     fn facts(&self) -> Facts {
