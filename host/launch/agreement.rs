@@ -182,3 +182,93 @@ fn excerpt(value: &str, common_chars: usize) -> String {
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn facts(pairs: &[(&str, &str)]) -> Facts {
+        pairs.iter().fold(Facts::new(), |facts, (name, value)| facts.with(name, value))
+    }
+
+    fn sentence(all: &[Facts]) -> String {
+        compare(all).unwrap_err().to_string()
+    }
+
+    /// T53: a version that one rank alone has.
+    #[test]
+    fn t53_the_odd_one_out_is_named() {
+        let of = |version| facts(&[("protocol", "1"), ("NCCL", version)]);
+        let all = [of("2.31.2"), of("2.31.2"), of("2.30.7"), of("2.31.2")];
+        assert_eq!(sentence(&all), "ranks disagree on NCCL: ranks 0-1, 3 have 2.31.2; rank 2 has 2.30.7");
+        compare(&all[..2]).unwrap();
+        compare(&[]).unwrap();
+    }
+
+    #[test]
+    fn the_first_fact_in_order_is_reported() {
+        let all = [facts(&[("a", "1"), ("b", "1"), ("c", "1")]), facts(&[("a", "1"), ("b", "2"), ("c", "2")])];
+        assert_eq!(sentence(&all), "ranks disagree on b: rank 0 has 1; rank 1 has 2");
+    }
+
+    /// T36: the same items in another order, or one fewer.
+    #[test]
+    fn t36_other_facts_in_the_same_place_are_named() {
+        let all =
+            [facts(&[("A", "1"), ("B", "1")]), facts(&[("A", "1"), ("B", "1")]), facts(&[("B", "1"), ("A", "1")])];
+        assert_eq!(
+            sentence(&all),
+            "ranks disagree on which fact comes as number 1: ranks 0-1 have `A`; rank 2 has `B`"
+        );
+        let all = [facts(&[("A", "1"), ("none", "1")]), facts(&[("A", "1")])];
+        assert_eq!(
+            sentence(&all),
+            "ranks disagree on which fact comes as number 2: rank 0 has `none`; rank 1 has none"
+        );
+    }
+
+    #[test]
+    fn long_values_are_cut_around_their_difference() {
+        let long = |tail: &str| facts(&[("plan", &format!("{}{tail}", "x".repeat(5000)))]);
+        let text = sentence(&[long("here"), long("there")]);
+        assert!(text.len() < 400 && text.contains("…xxxxxxxxxxxxxxxxhere (5004 bytes"), "{text}");
+        // Where the difference is far from the first one, the hash still tells.
+        let far = |c: &str| facts(&[("plan", &format!("{}{c}", "y".repeat(5000)))]);
+        let text = sentence(&[long(""), far("1"), far("2")]);
+        let values: Vec<_> = text.split("; ").map(|v| v.split_once("hash").unwrap().1).collect();
+        assert!(values[1] != values[2], "{text}");
+    }
+
+    #[test]
+    fn many_values_and_empty_ones_stay_readable() {
+        let all: Vec<_> = (0..100).map(|i| facts(&[("seed", &i.to_string())])).collect();
+        let text = sentence(&all);
+        assert!(text.ends_with("rank 7 has 7; others have 92 more values"), "{text}");
+        let text = sentence(&[facts(&[("x", "")]), facts(&[("x", "\n")])]);
+        assert_eq!(text, "ranks disagree on x: rank 0 has \"\"; rank 1 has \\n");
+    }
+
+    #[test]
+    fn too_many_facts_are_refused() {
+        let many = (0..=FACT_COUNT_MAX).fold(Facts::new(), |facts, i| facts.with("x", i));
+        assert!(matches!(many.encode(), Err(TideError::Usage(_))));
+        assert!(facts(&[("x", &"x".repeat(FACTS_BYTES_MAX))]).encode().is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn facts_come_back_as_they_went(pairs in prop::collection::vec((".{0,9}", ".{0,9}"), 0..9)) {
+            let facts = Facts(pairs);
+            let bytes = facts.encode().unwrap();
+            prop_assert_eq!(Facts::decode(&bytes), Some(facts));
+            prop_assert_eq!(Facts::decode(&bytes[..bytes.len() - 1]), None);
+        }
+
+        #[test]
+        fn garbage_is_no_facts_and_never_panics(bytes: Vec<u8>, version_right: bool) {
+            let version = if version_right { ENCODING_VERSION.to_le_bytes().to_vec() } else { Vec::new() };
+            let _ = Facts::decode(&[version, bytes].concat());
+        }
+    }
+}

@@ -458,3 +458,217 @@ fn mpirun(env: &Variables) -> Result<Option<Claim>> {
     };
     Ok(pmix.map(bare))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `A=1 B=2`, as an environment has it.
+    fn detect(variables: &str) -> Result<Option<Placement>> {
+        let env = |name: &str| {
+            let mut pairs = variables.split_whitespace().map(|pair| pair.split_once('=').unwrap());
+            pairs.find(|(n, _)| *n == name).map(|(_, value)| value.to_owned())
+        };
+        Placement::detect(&env)
+    }
+
+    const TORCHRUN: &str = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=node1 MASTER_PORT=29500";
+    const SRUN: &str = "SLURM_JOB_ID=100 SLURM_STEP_ID=2 SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_NTASKS=8 \
+                        SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_STEP_NODELIST=node[003-004]";
+    /// One task on each of two nodes, this one on the second.
+    const SRUN_NODES: &str = "SLURM_JOB_ID=100 SLURM_STEP_ID=2 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_NTASKS=2 \
+                              SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_STEP_NODELIST=node[003-004]";
+    /// What a batch script of 16 tasks has.
+    const SBATCH: &str = "SLURM_JOB_ID=100 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NTASKS=16 SLURM_TASKS_PER_NODE=8(x2)";
+    const MPIRUN: &str = "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 \
+                          OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_RANK=5";
+    const SPAWN: &str = "TIDE_RANK=5 TIDE_RANK_COUNT=8 TIDE_LOCAL_RANK=1 TIDE_LOCAL_RANK_COUNT=4 TIDE_COMM_ID=a:1";
+
+    #[test]
+    fn each_launcher_is_understood() {
+        use Launcher::{Mpirun, Spawn, Srun, Torchrun};
+        let port = 23_000 + (100 * 31 + 2) % 8_192;
+        let first = format!("node003:{port}");
+        let uneven = "SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_NTASKS=6 SLURM_STEP_TASKS_PER_NODE=4,2 SLURM_NODEID=1";
+        let plain = "SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_NTASKS=8 SLURM_NTASKS_PER_NODE=4";
+        let hydra = "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4";
+        for (variables, launcher, (rank, rank_count, local_rank, local_rank_count), rendezvous) in [
+            (TORCHRUN.to_owned(), Torchrun, (5, 8, 1, 4), Some("node1:29501")),
+            (format!("{TORCHRUN} TIDE_COMM_ID=b:7"), Torchrun, (5, 8, 1, 4), Some("b:7")),
+            (TORCHRUN.replace("node1", "fe80::1"), Torchrun, (5, 8, 1, 4), Some("[fe80::1]:29501")),
+            ("RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1".to_owned(), Torchrun, (0, 1, 0, 1), None),
+            (SRUN.to_owned(), Srun, (5, 8, 1, 4), Some(&first)),
+            (format!("{SRUN} TIDE_COMM_ID=[::1]:7"), Srun, (5, 8, 1, 4), Some("[::1]:7")),
+            (plain.to_owned(), Srun, (5, 8, 1, 4), None),
+            (uneven.to_owned(), Srun, (5, 6, 1, 2), None),
+            (MPIRUN.to_owned(), Mpirun, (5, 8, 1, 4), None),
+            (hydra.to_owned(), Mpirun, (5, 8, 1, 4), None),
+            (SPAWN.to_owned(), Spawn, (5, 8, 1, 4), Some("a:1")),
+        ] {
+            let expected = Placement {
+                launcher,
+                rank,
+                rank_count,
+                local_rank,
+                local_rank_count,
+                rendezvous: rendezvous.map(str::to_owned),
+            };
+            assert_eq!(detect(&variables).unwrap(), Some(expected), "{variables}");
+        }
+        for nothing in ["", "RANK= WORLD_SIZE=", "MASTER_ADDR=a MASTER_PORT=1", SBATCH, "TIDE_COMM_ID=a:1"] {
+            assert_eq!(detect(nothing).unwrap(), None, "{nothing}");
+        }
+    }
+
+    #[test]
+    fn launchers_within_each_other_are_understood() {
+        use Launcher::{Mpirun, Spawn, Srun, Torchrun};
+        for (variables, used) in [
+            // One torchrun per node; it may number the nodes otherwise than srun.
+            (format!("{SRUN_NODES} {TORCHRUN}"), Torchrun),
+            (format!("{} {TORCHRUN}", SRUN_NODES.replace("PROCID=1", "PROCID=0")), Torchrun),
+            // A step per node, each with one torchrun.
+            (
+                format!("{} {TORCHRUN}", SRUN_NODES.replace("PROCID=1", "PROCID=0").replace("NTASKS=2", "NTASKS=1")),
+                Torchrun,
+            ),
+            (format!("{SBATCH} {TORCHRUN}"), Torchrun),
+            (format!("{SBATCH} {MPIRUN}"), Mpirun),
+            // The daemons of mpirun on all nodes but the first.
+            (
+                format!("{} {MPIRUN}", SRUN_NODES.replace("PROCID=1", "PROCID=0").replace("NTASKS=2", "NTASKS=1")),
+                Mpirun,
+            ),
+            (format!("{SRUN_NODES} {SPAWN}"), Spawn),
+            (format!("{SRUN_NODES} {TORCHRUN} {SPAWN}"), Spawn),
+            // --mpi=pmix, --mpi=pmi2: both are srun's own.
+            (format!("{SRUN} PMIX_RANK=5"), Srun),
+            (format!("{SRUN} PMI_RANK=5 PMI_SIZE=8"), Srun),
+            (format!("{SRUN_NODES} PMIX_RANK=1 {TORCHRUN}"), Torchrun),
+            // All say the same.
+            (format!("{SRUN} {TORCHRUN}"), Torchrun),
+            (format!("{SRUN} {MPIRUN}"), Srun),
+        ] {
+            let placement = detect(&variables).unwrap_or_else(|e| panic!("{variables}: {e}")).unwrap();
+            assert_eq!((placement.launcher, placement.rank, placement.rank_count), (used, 5, 8), "{variables}");
+        }
+    }
+
+    #[test]
+    fn contradictions_name_both_launchers() {
+        for (variables, names) in [
+            // The same number of ranks, another rank; or the same rank, another local one.
+            (format!("{} {TORCHRUN}", SRUN.replace("PROCID=5", "PROCID=4")), ["torchrun", "srun"]),
+            (format!("{} {TORCHRUN}", SRUN.replace("LOCALID=1", "LOCALID=2")), ["torchrun", "srun"]),
+            (format!("{} {SRUN}", MPIRUN.replace("=5", "=4")), ["srun", "mpirun"]),
+            (format!("{TORCHRUN} {}", MPIRUN.replace("=5", "=4")), ["torchrun", "mpirun"]),
+            (format!("{TORCHRUN} {}", SPAWN.replace("RANK=5", "RANK=4")), ["--spawn", "torchrun"]),
+            // Several tasks on a node, each with a torchrun.
+            (
+                format!("{} {TORCHRUN}", SRUN_NODES.replace("1(x2)", "2").replace("PROCID=1", "PROCID=0")),
+                ["torchrun", "srun"],
+            ),
+            // A torchrun of its own world in each task.
+            (format!("{SRUN} RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1"), ["torchrun", "srun"]),
+            // More nodes for srun than for torchrun.
+            (format!("{SRUN_NODES} RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4"), ["torchrun", "srun"]),
+            (format!("{SRUN} PMIX_RANK=4"), ["srun", "mpirun"]),
+            (format!("{SRUN} PMI_RANK=4 PMI_SIZE=8"), ["srun", "mpirun"]),
+        ] {
+            let text = detect(&variables).expect_err(&variables).to_string();
+            assert!(text.starts_with(&format!("{} and {} contradict", names[0], names[1])), "{variables}: {text}");
+        }
+        let text = detect(&MPIRUN.replace("PMIX_RANK=5", "PMIX_RANK=4")).unwrap_err().to_string();
+        assert!(text.contains("PMIX_RANK=4 contradicts OMPI_COMM_WORLD_RANK=5"), "{text}");
+    }
+
+    #[test]
+    fn what_cannot_be_used_is_named_with_its_value() {
+        let long = "9".repeat(300);
+        for (variables, expected) in [
+            (TORCHRUN.replace("RANK=5 ", "RANK=x5 "), "RANK=x5: needed: a number"),
+            (TORCHRUN.replace("RANK=5 ", "RANK=-1 "), "RANK=-1: needed"),
+            (TORCHRUN.replace("RANK=5 ", "RANK=+5 "), "RANK=+5: needed"),
+            (TORCHRUN.replace("SIZE=8", "SIZE=4294967296"), "WORLD_SIZE=4294967296: needed"),
+            (TORCHRUN.replace("RANK=5 ", "RANK=8 "), "RANK=8 is not below WORLD_SIZE=8"),
+            (TORCHRUN.replace("LOCAL_RANK=1", "LOCAL_RANK=4"), "LOCAL_RANK=4 is not below LOCAL_WORLD_SIZE=4"),
+            (
+                TORCHRUN.replace("LOCAL_WORLD_SIZE=4", "LOCAL_WORLD_SIZE=9"),
+                "LOCAL_WORLD_SIZE=9 is more than WORLD_SIZE=8",
+            ),
+            (TORCHRUN.replace("WORLD_SIZE=8", "WORLD_SIZE=0"), "RANK=5 is not below WORLD_SIZE=0"),
+            (TORCHRUN.replace("LOCAL_RANK=1", ""), "RANK=5 is set, as torchrun does, but LOCAL_RANK is not"),
+            (
+                "LOCAL_RANK=3".to_owned(),
+                "LOCAL_RANK=3 is set, as torchrun does, but RANK, WORLD_SIZE, LOCAL_WORLD_SIZE is not",
+            ),
+            (TORCHRUN.replace("29500", "65535"), "MASTER_PORT=65535: needed"),
+            (TORCHRUN.replace("29500", "http"), "MASTER_PORT=http: needed"),
+            (TORCHRUN.replace("MASTER_PORT=29500", ""), "MASTER_ADDR=node1: MASTER_PORT is not set"),
+            (TORCHRUN.replace("MASTER_ADDR=node1", ""), "MASTER_PORT=29500: MASTER_ADDR is not set"),
+            (TORCHRUN.replace("node1", "no/de"), "MASTER_ADDR=no/de: needed"),
+            (format!("{TORCHRUN} TIDE_COMM_ID=node1"), "TIDE_COMM_ID=node1: needed: host:port"),
+            (format!("{TORCHRUN} TIDE_COMM_ID=node1:0"), "TIDE_COMM_ID=node1:0: needed"),
+            (format!("{TORCHRUN} TIDE_COMM_ID=:80"), "TIDE_COMM_ID=:80: needed"),
+            (format!("{TORCHRUN} TIDE_COMM_ID=::1:80"), "TIDE_COMM_ID=::1:80: needed"),
+            (format!("{TORCHRUN} TIDE_COMM_ID=http://a:80"), "TIDE_COMM_ID=http://a:80: needed"),
+            (SRUN.replace("SLURM_LOCALID=1", ""), "SLURM_PROCID=5 is set, as srun does, but SLURM_LOCALID is not"),
+            (SRUN.replace("SLURM_NTASKS=8", ""), "but SLURM_NTASKS is not"),
+            (SRUN.replace("4(x2)", "4(x2"), "SLURM_STEP_TASKS_PER_NODE=4(x2: needed"),
+            (SRUN.replace("4(x2)", "4,2"), "but SLURM_NODEID is not"),
+            (
+                SRUN.replace("4(x2)", "4,2 SLURM_NODEID=2"),
+                "SLURM_STEP_TASKS_PER_NODE=4,2: it has no node SLURM_NODEID=2",
+            ),
+            (SRUN.replace("4(x2)", "0"), "SLURM_STEP_TASKS_PER_NODE=0: needed"),
+            (SRUN.replace("4(x2)", "1(x8)"), "SLURM_LOCALID=1 is not below SLURM_STEP_TASKS_PER_NODE=1"),
+            (SRUN.replace("node[003-004]", "node[003"), "SLURM_STEP_NODELIST=node[003: needed"),
+            (SRUN.replace("JOB_ID=100", "JOB_ID=ten"), "SLURM_JOB_ID=ten: needed"),
+            (SRUN.replace("PROCID=5", "PROCID=8"), "SLURM_PROCID=8 is not below SLURM_NTASKS=8"),
+            (
+                MPIRUN.replace("OMPI_COMM_WORLD_SIZE=8", ""),
+                "OMPI_COMM_WORLD_RANK=5 is set, as mpirun does, but OMPI_COMM_WORLD_SIZE",
+            ),
+            ("PMIX_RANK=5".to_owned(), "mpirun says PMIX_RANK=5, but not how many"),
+            ("PMI_RANK=5".to_owned(), "PMI_RANK=5 is set, as mpirun does, but PMI_SIZE is not"),
+            ("PMI_RANK=5 PMI_SIZE=8".to_owned(), "mpirun says PMI_RANK=5 PMI_SIZE=8, but not how many"),
+            ("PMI_RANK=8 PMI_SIZE=8".to_owned(), "PMI_RANK=8 is not below PMI_SIZE=8"),
+            (format!("RANK={long}"), "99…: needed"),
+        ] {
+            let error = detect(&variables).expect_err(&variables);
+            assert!(
+                matches!(error, TideError::Usage(_)) && error.to_string().contains(expected),
+                "{variables}: {error}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_first_host_of_a_list_is_found() {
+        for (list, expected) in [
+            ("node1", Some("node1")),
+            ("node1,node2", Some("node1")),
+            ("node[003-010,12]", Some("node003")),
+            ("node[12,003]-ib,login", Some("node12-ib")),
+            ("rack[0-1]n[0-7]", Some("rack0n0")),
+            ("a.b-c_d", Some("a.b-c_d")),
+            ("", None),
+            (",a", None),
+            ("node[", None),
+            ("node[]", None),
+            ("node[a-b]", None),
+            ("no de", None),
+            ("node]", None),
+        ] {
+            assert_eq!(first_host(list).as_deref(), expected, "{list}");
+        }
+    }
+
+    #[test]
+    fn tasks_per_node_are_read_in_slurms_form() {
+        assert_eq!(tasks_per_node("X", "8(x2),4").unwrap(), [(8, 2), (4, 1)]);
+        for wrong in ["", ",", "8(x)", "(x2)", "8(x0)", "8x2", "-1", "8(x2)(x3)"] {
+            assert!(tasks_per_node("X", wrong).is_err(), "{wrong}");
+        }
+    }
+}

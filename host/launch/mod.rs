@@ -33,6 +33,8 @@ mod exchange;
 mod launcher;
 mod phrase;
 mod rendezvous;
+#[cfg(unix)]
+pub mod spawn;
 mod token;
 
 pub use agreement::{Facts, agree, compare};

@@ -13,11 +13,11 @@ use std::time::{Duration, Instant};
 
 use super::poll::{Socket, wait};
 use super::wire::{
-    Frame, FrameReader, GATHERED_BYTES_MAX, HELLO_BYTES, Hello, Kind, MESSAGE_BYTES_MAX, Prover, WireError,
-    encode_challenge, encode_gathered, gathered_bytes, may_be_handshake,
+    Frame, FrameReader, GATHERED_BYTES_MAX, HELLO_BYTES, Hello, Kind, MEMBER_PROOF_BYTES, MESSAGE_BYTES_MAX,
+    Transcript, WireError, encode_challenge, encode_gathered, gathered_bytes, may_be_handshake,
 };
 use crate::launch::phrase;
-use crate::launch::token::{NONCE_BYTES, PROOF_BYTES, Token, random};
+use crate::launch::token::{Token, random};
 
 /// A stranger has this long to show that it is a rank.
 const HANDSHAKE_MAX: Duration = Duration::from_secs(5);
@@ -41,6 +41,8 @@ pub(super) struct Coordinator {
     /// Set by rank 0, which may have failed to connect to itself.
     stop: Arc<AtomicBool>,
     started: Instant,
+    /// Where bytes are read to.
+    buffer: Vec<u8>,
     strangers: VecDeque<Stranger>,
     turned_away: u64,
     last_turned_away: String,
@@ -52,10 +54,15 @@ pub(super) struct Coordinator {
 }
 
 enum State {
-    Joining { deadline: Instant },
+    Joining {
+        deadline: Instant,
+    },
     Idle,
     Gathering(Call),
-    Failed,
+    /// Ended for all. Ranks that had not joined may still come, rank 0 among them: they hear the sentence.
+    Failed {
+        sentence: String,
+    },
 }
 
 /// A call that some rank has come to.
@@ -80,8 +87,7 @@ enum Stage {
     Hello,
     Proof {
         hello: Hello,
-        hello_bytes: [u8; HELLO_BYTES],
-        nonce: [u8; NONCE_BYTES],
+        transcript: Transcript,
     },
     /// Turned away: what it still sends is discarded until it closes, so that the answer is not lost by a reset.
     Refused,
@@ -90,8 +96,14 @@ enum Stage {
 /// What became of a stranger.
 enum Outcome {
     Waiting,
-    Joined(Hello),
-    /// It ended, or is to be closed; with a reason if it was turned away for one.
+    /// It holds the token, and has this patience, ms.
+    Joined {
+        hello: Hello,
+        patience_ms: u32,
+    },
+    /// It was answered why it is turned away.
+    Refused(String),
+    /// It ended, or is to be closed; with a reason unless it was counted before.
     Gone(Option<String>),
 }
 
@@ -124,6 +136,7 @@ impl Coordinator {
             timeout,
             stop,
             started,
+            buffer: vec![0; CHUNK_BYTES],
             strangers: VecDeque::new(),
             turned_away: 0,
             last_turned_away: String::new(),
@@ -137,10 +150,10 @@ impl Coordinator {
     pub fn run(mut self) {
         // ORDER: Relaxed; the flag carries no data, and the wait has an end.
         while !self.rank_0_left() && !self.stop.load(Ordering::Relaxed) {
-            self.wait();
+            let ready_ranks = self.wait();
             self.accept();
             self.hear_strangers();
-            for rank in 0..self.rank_count {
+            for rank in ready_ranks {
                 self.hear(rank);
             }
             self.check_deadline();
@@ -153,20 +166,28 @@ impl Coordinator {
         self.members[0].as_ref().is_some_and(|m| m.gone.is_some())
     }
 
-    fn wait(&self) {
+    /// Waits until something happens, or time is up; returns the ranks that may have sent something.
+    fn wait(&self) -> Vec<u32> {
         let now = Instant::now();
         let limit = match &self.state {
             State::Joining { deadline } => Some(TICK.min(deadline.saturating_duration_since(now))),
             State::Idle => None,
             State::Gathering(call) => Some((call.first_came + self.timeout).saturating_duration_since(now)),
-            State::Failed => Some(TICK),
+            State::Failed { .. } => Some(TICK),
         };
-        let listener = self.listener.iter().map(Socket::Accept);
-        let strangers = self.strangers.iter().map(|s| Socket::Read(&s.stream));
-        let members = self.members.iter().flatten().filter(|m| m.gone.is_none());
-        let members =
-            members.map(|m| if m.out.is_empty() { Socket::Read(&m.stream) } else { Socket::ReadWrite(&m.stream) });
-        wait(&listener.chain(strangers).chain(members).collect::<Vec<_>>(), limit);
+        let mut sockets = Vec::new();
+        let mut ranks = Vec::new();
+        for (rank, member) in (0..).zip(&self.members) {
+            if let Some(member) = member.as_ref().filter(|m| m.gone.is_none()) {
+                let stream = &member.stream;
+                sockets.push(if member.out.is_empty() { Socket::Read(stream) } else { Socket::ReadWrite(stream) });
+                ranks.push(rank);
+            }
+        }
+        sockets.extend(self.listener.iter().map(Socket::Accept));
+        sockets.extend(self.strangers.iter().map(|s| Socket::Read(&s.stream)));
+        let ready = wait(&sockets, limit);
+        ranks.into_iter().zip(ready).filter(|(_, ready)| *ready).map(|(rank, _)| rank).collect()
     }
 
     fn accept(&mut self) {
@@ -206,15 +227,20 @@ impl Coordinator {
         while i < self.strangers.len() {
             match self.strangers[i].hear(&self.token) {
                 Outcome::Waiting => i += 1,
+                Outcome::Refused(reason) => {
+                    let address = self.strangers[i].address;
+                    self.count_turned_away(address, &reason);
+                    i += 1;
+                }
                 Outcome::Gone(reason) => {
                     let stranger = self.strangers.remove(i);
                     if let (Some(stranger), Some(reason)) = (stranger, reason) {
                         self.count_turned_away(stranger.address, &reason);
                     }
                 }
-                Outcome::Joined(hello) => {
+                Outcome::Joined { hello, patience_ms } => {
                     if let Some(stranger) = self.strangers.remove(i) {
-                        self.admit(stranger, &hello);
+                        self.admit(stranger, &hello, patience_ms);
                     }
                 }
             }
@@ -227,7 +253,7 @@ impl Coordinator {
     }
 
     /// Takes a holder of the token as the rank that it says it is, unless it cannot be.
-    fn admit(&mut self, mut stranger: Stranger, hello: &Hello) {
+    fn admit(&mut self, mut stranger: Stranger, hello: &Hello, patience_ms: u32) {
         let (rank, rank_count) = (hello.rank, hello.rank_count);
         let refusal = if rank_count != self.rank_count {
             Some(format!("rank {rank} is told of {rank_count} ranks, and rank 0 of {}", self.rank_count))
@@ -244,8 +270,8 @@ impl Coordinator {
             self.strangers.push_back(stranger);
             return;
         }
-        let Stage::Proof { hello_bytes, nonce, .. } = &stranger.stage else { return };
-        let proof = Prover::Root.prove(&self.token, hello_bytes, nonce);
+        let Stage::Proof { transcript, .. } = &stranger.stage else { return };
+        let welcome = Frame::outside_calls(Kind::Welcome, transcript.prove_root(&self.token));
         let mut member = Member {
             stream: stranger.stream,
             reader: FrameReader::new(MESSAGE_BYTES_MAX),
@@ -253,12 +279,19 @@ impl Coordinator {
             sent_bytes: 0,
             gone: None,
         };
-        member.send(&Frame::outside_calls(Kind::Welcome, proof).encode().into());
-        self.members[rank as usize] = Some(member);
-        if let State::Joining { deadline } = &mut self.state {
-            *deadline = (*deadline).min(Instant::now() + Duration::from_millis(hello.patience_ms.into()));
+        member.send(&welcome.encode().into());
+        match &mut self.state {
+            State::Joining { deadline } => {
+                *deadline = (*deadline).min(Instant::now() + Duration::from_millis(patience_ms.into()));
+            }
+            // Too late: it hears what the others heard.
+            State::Failed { sentence } => {
+                member.send(&Frame::outside_calls(Kind::Failed, sentence.as_bytes()).encode().into());
+            }
+            State::Idle | State::Gathering(_) => {}
         }
-        if self.members.iter().all(Option::is_some) {
+        self.members[rank as usize] = Some(member);
+        if matches!(self.state, State::Joining { .. }) && self.members.iter().all(Option::is_some) {
             self.listener = None;
             self.strangers.clear();
             self.state = State::Idle;
@@ -268,16 +301,15 @@ impl Coordinator {
 
     /// Reads what a rank has sent.
     fn hear(&mut self, rank: u32) {
-        let mut chunk = [0; CHUNK_BYTES];
         for _ in 0..CHUNKS_IN_A_ROW {
             let Some(member) = self.members[rank as usize].as_mut().filter(|m| m.gone.is_none()) else { return };
-            let end = match member.stream.read(&mut chunk) {
+            let end = match member.stream.read(&mut self.buffer) {
                 Ok(0) if member.reader.is_within_frame() => {
                     "closed its connection in the middle of a message".to_owned()
                 }
                 Ok(0) => "closed its connection".to_owned(),
                 Ok(length) => {
-                    member.reader.push(&chunk[..length]);
+                    member.reader.push(&self.buffer[..length]);
                     self.take_frames(rank);
                     continue;
                 }
@@ -285,7 +317,7 @@ impl Coordinator {
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
                 Err(error) => format!("lost its connection ({error})"),
             };
-            self.lose(rank, end);
+            return self.lose(rank, end);
         }
     }
 
@@ -295,7 +327,7 @@ impl Coordinator {
                 Ok(None) => return,
                 Ok(Some(frame)) => self.take_frame(rank, frame),
                 Err(error) => {
-                    self.lose(rank, format!("is turned away: {error}"));
+                    self.turn_away(rank, &error.to_string());
                 }
             }
         }
@@ -305,10 +337,10 @@ impl Coordinator {
         match (frame.kind, &mut self.state) {
             (Kind::Goodbye, _) => self.lose(rank, "has left".to_owned()),
             // It will find the sentence that was sent to it.
-            (Kind::Contribution, State::Failed) => {}
+            (Kind::Contribution, State::Failed { .. }) => {}
             (Kind::Contribution, State::Idle) => self.begin_call(rank, frame),
             (Kind::Contribution, State::Gathering(_)) => self.contribute(rank, frame),
-            (kind, _) => self.lose(rank, format!("is turned away: it sent {kind:?} out of turn")),
+            (kind, _) => self.turn_away(rank, &format!("it sent {kind:?} out of turn")),
         }
     }
 
@@ -342,7 +374,7 @@ impl Coordinator {
         }
         let contribution = &mut call.contributions[rank as usize];
         if contribution.is_some() {
-            return self.lose(rank, format!("is turned away: it came twice to call {sequence}"));
+            return self.turn_away(rank, &format!("it came twice to call {sequence}"));
         }
         *contribution = Some(frame.body);
         if call.contributions.iter().any(Option::is_none) {
@@ -361,6 +393,16 @@ impl Coordinator {
         self.send_to_all(&Frame { kind: Kind::Gathered, sequence, label, body: encode_gathered(&contributions) });
     }
 
+    /// A rank sent what it must not. It hears why, if it still listens; then it is lost.
+    fn turn_away(&mut self, rank: u32, why: &str) {
+        let reason = format!("is turned away: {why}");
+        if let Some(member) = &mut self.members[rank as usize] {
+            member.send(&Frame::outside_calls(Kind::Failed, format!("rank {rank} {reason}")).encode().into());
+            member.flush();
+        }
+        self.lose(rank, reason);
+    }
+
     /// A rank takes no part any more: the others hear of it at once if they wait for it, else at their next call.
     fn lose(&mut self, rank: u32, reason: String) {
         let sentence = match &self.state {
@@ -368,15 +410,9 @@ impl Coordinator {
             State::Gathering(call) => {
                 Some(format!("rank {rank} {reason} during {}", named(&call.label, self.sequence)))
             }
-            State::Idle | State::Failed => None,
+            State::Idle | State::Failed { .. } => None,
         };
         if let Some(member) = &mut self.members[rank as usize] {
-            // Its last word: why. If it cannot be sent any more, it is gone for good.
-            let own = Frame::outside_calls(Kind::Failed, format!("rank {rank} {reason}"));
-            if sentence.is_none() && reason.starts_with("is turned away") {
-                member.send(&own.encode().into());
-                member.flush();
-            }
             member.gone = Some(reason);
         }
         if let Some(sentence) = sentence {
@@ -425,12 +461,10 @@ impl Coordinator {
 
     /// Ends the rendezvous for all ranks, with one sentence.
     fn fail(&mut self, sentence: &str) {
-        if matches!(self.state, State::Failed) {
+        if matches!(self.state, State::Failed { .. }) {
             return;
         }
-        self.state = State::Failed;
-        self.listener = None;
-        self.strangers.clear();
+        self.state = State::Failed { sentence: sentence.to_owned() };
         self.send_to_all(&Frame::outside_calls(Kind::Failed, sentence));
     }
 
@@ -487,7 +521,7 @@ impl Stranger {
         }
         let needed = match self.stage {
             Stage::Hello => HELLO_BYTES,
-            Stage::Proof { .. } => PROOF_BYTES,
+            Stage::Proof { .. } => MEMBER_PROOF_BYTES,
             Stage::Refused => CHUNK_BYTES,
         };
         let mut chunk = [0; CHUNK_BYTES];
@@ -516,14 +550,14 @@ impl Stranger {
         let bytes = std::mem::take(&mut self.bytes);
         match &self.stage {
             Stage::Hello => self.take_hello(&bytes),
-            Stage::Proof { hello, hello_bytes, nonce } => {
-                let proof = bytes.first_chunk::<PROOF_BYTES>();
-                if proof.is_some_and(|proof| Prover::Member.accepts(token, hello_bytes, nonce, proof)) {
-                    return Outcome::Joined(hello.clone());
+            Stage::Proof { hello, transcript } => {
+                let proof = bytes.first_chunk::<MEMBER_PROOF_BYTES>();
+                if let Some(patience_ms) = proof.and_then(|proof| transcript.accept_member(token, proof)) {
+                    return Outcome::Joined { hello: hello.clone(), patience_ms };
                 }
                 let reason = format!("rank {} holds another token", hello.rank);
                 self.refuse("its token is not rank 0's: TIDE_TOKEN must be the same for all ranks");
-                Outcome::Gone(Some(reason))
+                Outcome::Refused(reason)
             }
             Stage::Refused => Outcome::Waiting,
         }
@@ -539,7 +573,7 @@ impl Stranger {
         }
         match Hello::decode(hello_bytes) {
             Ok(hello) => {
-                self.stage = Stage::Proof { hello, hello_bytes: *hello_bytes, nonce };
+                self.stage = Stage::Proof { hello, transcript: Transcript { hello: *hello_bytes, nonce } };
                 Outcome::Waiting
             }
             Err(error) => Outcome::Gone(Some(error.to_string())),

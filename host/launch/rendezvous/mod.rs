@@ -20,13 +20,14 @@ use std::time::{Duration, Instant};
 
 use self::coordinator::Coordinator;
 use self::wire::{
-    CHALLENGE_BYTES, Frame, FrameReader, Hello, Kind, Prover, WireError, decode_challenge, decode_gathered,
+    CHALLENGE_BYTES, Frame, FrameReader, Hello, Kind, Transcript, WireError, decode_challenge, decode_gathered,
+    encode_frame,
 };
 pub use self::wire::{GATHERED_BYTES_MAX, LABEL_BYTES_MAX, MESSAGE_BYTES_MAX};
 use super::exchange::Exchange;
 use super::launcher::{Environment, Placement, RANK_COUNT_MAX};
 use super::phrase::shown;
-use super::token::{PROOF_BYTES, Token, random};
+use super::token::{Token, random};
 use crate::error::{Result, TideError};
 
 /// An attempt to connect takes no longer than this: the next one may find another route or address.
@@ -153,8 +154,7 @@ impl Rendezvous {
     fn call(&mut self, label: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let deadline = Instant::now() + self.timeout + grace(self.timeout);
         let sequence = self.sequence;
-        let frame = Frame { kind: Kind::Contribution, sequence, label: label.to_owned(), body: bytes.to_vec() };
-        self.connection.send(&frame, deadline)?;
+        self.connection.send(&encode_frame(Kind::Contribution, sequence, label, bytes), deadline)?;
         let frame = self.connection.receive(deadline).map_err(|e| match e {
             ReceiveError::TimedOut => TideError::rendezvous(format!(
                 "rank 0 at {} has not answered `{}` (call {sequence}) after {:.1} s",
@@ -326,11 +326,9 @@ impl Connection {
         };
         let mut connection =
             Self { stream, reader: FrameReader::new(GATHERED_BYTES_MAX), address: address.to_owned(), joined: false };
-        let patience_ms = deadline.saturating_duration_since(Instant::now()).as_millis();
         let hello = Hello {
             rank: options.rank,
             rank_count: options.rank_count,
-            patience_ms: patience_ms.try_into().unwrap_or(u32::MAX),
             nonce: random().map_err(Introduction::Refused)?,
         }
         .encode();
@@ -344,12 +342,13 @@ impl Connection {
         let mut challenge = [0; CHALLENGE_BYTES];
         connection.read_challenge(&mut challenge, deadline).map_err(unanswered)?;
         let nonce = decode_challenge(&challenge).map_err(|e| refused(e.to_string()))?;
-        let proof = Prover::Member.prove(&options.token, &hello, &nonce);
+        let transcript = Transcript { hello, nonce };
+        let patience_ms = deadline.saturating_duration_since(Instant::now()).as_millis();
+        let proof = transcript.prove_member(&options.token, patience_ms.try_into().unwrap_or(u32::MAX));
         connection.write(&proof, deadline).map_err(unanswered)?;
         let frame = connection.receive(deadline).map_err(unanswered)?;
-        let root_proof = frame.body.first_chunk::<PROOF_BYTES>();
         match frame.kind {
-            Kind::Welcome if root_proof.is_some_and(|p| Prover::Root.accepts(&options.token, &hello, &nonce, p)) => {
+            Kind::Welcome if transcript.accepts_root(&options.token, &frame.body) => {
                 connection.joined = true;
                 Ok(connection)
             }
@@ -403,8 +402,8 @@ impl Connection {
         Ok(())
     }
 
-    fn send(&mut self, frame: &Frame, deadline: Instant) -> Result<()> {
-        let Err(error) = self.write(&frame.encode(), deadline) else { return Ok(()) };
+    fn send(&mut self, frame: &[u8], deadline: Instant) -> Result<()> {
+        let Err(error) = self.write(frame, deadline) else { return Ok(()) };
         // The hub may have said why before it closed the connection.
         match self.receive(deadline.min(Instant::now() + LAST_WORDS)) {
             Ok(frame) => Err(self.unexpected(&frame)),

@@ -14,8 +14,9 @@ pub(super) enum Socket<'a> {
 }
 
 /// Returns once something can be done with one of the sockets, after `timeout` (`None`: never), or, seldom, for no reason.
+/// Says of each socket whether something may be done with it.
 #[cfg(unix)]
-pub(super) fn wait(sockets: &[Socket], timeout: Option<Duration>) {
+pub(super) fn wait(sockets: &[Socket], timeout: Option<Duration>) -> Vec<bool> {
     use std::os::fd::AsRawFd;
     let mut entries: Vec<libc::pollfd> = sockets
         .iter()
@@ -35,11 +36,14 @@ pub(super) fn wait(sockets: &[Socket], timeout: Option<Duration>) {
     if result < 0 {
         // Interrupted, or out of memory: the caller looks at its sockets and waits again.
         std::thread::sleep(Duration::from_millis(1));
+        return vec![true; sockets.len()];
     }
+    entries.iter().map(|entry| entry.revents != 0).collect()
 }
 
 /// Elsewhere: after 1 ms, whatever the sockets do.
 #[cfg(not(unix))]
-pub(super) fn wait(_sockets: &[Socket], _timeout: Option<Duration>) {
+pub(super) fn wait(sockets: &[Socket], _timeout: Option<Duration>) -> Vec<bool> {
     std::thread::sleep(Duration::from_millis(1));
+    vec![true; sockets.len()]
 }

@@ -1,10 +1,10 @@
 //! What goes over the wire: a handshake of fixed sizes, then frames. Integers are little-endian.
 //!
 //! ```text
-//! member → root   hello      magic 8, version 4, rank 4, rank count 4, patience in ms 4, nonce 32
+//! member → root   hello      magic 8, version 4, rank 4, rank count 4, nonce 32
 //! root → member   challenge  magic 8, version 4, nonce 32
-//! member → root   proof      HMAC-SHA-256 of the token over ("member", hello, the root's nonce)
-//! root → member   frame      welcome, whose body is the same over ("root", …), or refused
+//! member → root   proof      patience in ms 4, HMAC-SHA-256 of the token over ("member", hello, the root's nonce, patience)
+//! root → member   frame      welcome, whose body is the same over ("root", hello, the root's nonce), or refused
 //! root → member   frame      complete, once all ranks have joined
 //! member → root   frame      contribution; goodbye, after which the connection is closed
 //! root → member   frame      gathered, or failed, whose body is a sentence
@@ -20,13 +20,13 @@ use crate::launch::token::{NONCE_BYTES, PROOF_BYTES, Token};
 /// The most bytes that a rank can give in one call.
 pub const MESSAGE_BYTES_MAX: usize = 16 << 20;
 /// The most bytes that all ranks together can give in one call.
-pub const GATHERED_BYTES_MAX: usize = 256 << 20;
+pub const GATHERED_BYTES_MAX: usize = 64 << 20;
 /// The most bytes of a label.
 pub const LABEL_BYTES_MAX: usize = 256;
 
 /// Version of all that this module describes.
 pub(super) const PROTOCOL_VERSION: u32 = 1;
-pub(super) const HELLO_BYTES: usize = MAGIC.len() + 16 + NONCE_BYTES;
+pub(super) const HELLO_BYTES: usize = MAGIC.len() + 12 + NONCE_BYTES;
 pub(super) const CHALLENGE_BYTES: usize = MAGIC.len() + 4 + NONCE_BYTES;
 /// Magic 4, version 2, kind 2, label bytes 4, body bytes 4, sequence number 8.
 pub(super) const HEADER_BYTES: usize = 24;
@@ -63,8 +63,6 @@ impl fmt::Display for WireError {
 pub(super) struct Hello {
     pub rank: u32,
     pub rank_count: u32,
-    /// How long the member will wait for all to join, ms.
-    pub patience_ms: u32,
     pub nonce: [u8; NONCE_BYTES],
 }
 
@@ -72,20 +70,18 @@ impl Hello {
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
         bytes[..8].copy_from_slice(&MAGIC);
-        for (place, value) in
-            bytes[8..24].chunks_exact_mut(4).zip([PROTOCOL_VERSION, self.rank, self.rank_count, self.patience_ms])
-        {
+        for (place, value) in bytes[8..20].chunks_exact_mut(4).zip([PROTOCOL_VERSION, self.rank, self.rank_count]) {
             place.copy_from_slice(&value.to_le_bytes());
         }
-        bytes[24..].copy_from_slice(&self.nonce);
+        bytes[20..].copy_from_slice(&self.nonce);
         bytes
     }
 
     pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, WireError> {
         check_magic_and_version(bytes)?;
         let mut nonce = [0; NONCE_BYTES];
-        nonce.copy_from_slice(&bytes[24..]);
-        Ok(Self { rank: u32_at(bytes, 12), rank_count: u32_at(bytes, 16), patience_ms: u32_at(bytes, 20), nonce })
+        nonce.copy_from_slice(&bytes[20..]);
+        Ok(Self { rank: u32_at(bytes, 12), rank_count: u32_at(bytes, 16), nonce })
     }
 }
 
@@ -126,33 +122,42 @@ fn u32_at(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
 
-/// Who proves that it holds the token. The two proofs of a handshake differ, so that none can be sent back.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Prover {
-    Member,
-    Root,
+/// A handshake so far, which both sides vouch for.
+pub(super) struct Transcript {
+    pub hello: [u8; HELLO_BYTES],
+    /// The root's nonce.
+    pub nonce: [u8; NONCE_BYTES],
 }
 
-impl Prover {
-    fn name(self) -> &'static [u8] {
-        match self {
-            Self::Member => b"member",
-            Self::Root => b"root",
-        }
+pub(super) const MEMBER_PROOF_BYTES: usize = 4 + PROOF_BYTES;
+
+impl Transcript {
+    /// A member's proof. The patience is how long it will wait for all to join. It is in this message, not in the hello, as
+    /// the hello may lie unread for a while: the proof answers what the root said just now.
+    pub fn prove_member(&self, token: &Token, patience_ms: u32) -> [u8; MEMBER_PROOF_BYTES] {
+        let patience = patience_ms.to_le_bytes();
+        let mut bytes = [0; MEMBER_PROOF_BYTES];
+        bytes[..4].copy_from_slice(&patience);
+        bytes[4..].copy_from_slice(&token.prove(&[b"member", &self.hello, &self.nonce, &patience]));
+        bytes
     }
 
-    pub fn prove(self, token: &Token, hello: &[u8; HELLO_BYTES], nonce: &[u8; NONCE_BYTES]) -> [u8; PROOF_BYTES] {
-        token.prove(&[self.name(), hello, nonce])
+    /// The member's patience in ms, if the proof is that of a holder of the token.
+    pub fn accept_member(&self, token: &Token, bytes: &[u8; MEMBER_PROOF_BYTES]) -> Option<u32> {
+        let (patience, proof) = bytes.split_first_chunk::<4>()?;
+        let parts: [&[u8]; 4] = [b"member", &self.hello, &self.nonce, patience];
+        token.accepts(&parts, proof.first_chunk()?).then(|| u32::from_le_bytes(*patience))
     }
 
-    pub fn accepts(
-        self,
-        token: &Token,
-        hello: &[u8; HELLO_BYTES],
-        nonce: &[u8; NONCE_BYTES],
-        proof: &[u8; PROOF_BYTES],
-    ) -> bool {
-        token.accepts(&[self.name(), hello, nonce], proof)
+    /// The root's proof.
+    pub fn prove_root(&self, token: &Token) -> [u8; PROOF_BYTES] {
+        token.prove(&[b"root", &self.hello, &self.nonce])
+    }
+
+    /// Whether the body of a welcome is the proof of a root that holds the token.
+    pub fn accepts_root(&self, token: &Token, body: &[u8]) -> bool {
+        <&[u8; PROOF_BYTES]>::try_from(body)
+            .is_ok_and(|proof| token.accepts(&[b"root", &self.hello, &self.nonce], proof))
     }
 }
 
@@ -191,17 +196,22 @@ impl Frame {
     }
 
     pub fn encode(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(HEADER_BYTES + self.label.len() + self.body.len());
-        bytes.extend(FRAME_MAGIC);
-        bytes.extend((PROTOCOL_VERSION as u16).to_le_bytes());
-        bytes.extend((self.kind as u16).to_le_bytes());
-        bytes.extend((self.label.len() as u32).to_le_bytes());
-        bytes.extend((self.body.len() as u32).to_le_bytes());
-        bytes.extend(self.sequence.to_le_bytes());
-        bytes.extend(self.label.as_bytes());
-        bytes.extend(&self.body);
-        bytes
+        encode_frame(self.kind, self.sequence, &self.label, &self.body)
     }
+}
+
+/// The bytes of a frame.
+pub(super) fn encode_frame(kind: Kind, sequence: u64, label: &str, body: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(HEADER_BYTES + label.len() + body.len());
+    bytes.extend(FRAME_MAGIC);
+    bytes.extend((PROTOCOL_VERSION as u16).to_le_bytes());
+    bytes.extend((kind as u16).to_le_bytes());
+    bytes.extend((label.len() as u32).to_le_bytes());
+    bytes.extend((body.len() as u32).to_le_bytes());
+    bytes.extend(sequence.to_le_bytes());
+    bytes.extend(label.as_bytes());
+    bytes.extend(body);
+    bytes
 }
 
 /// Makes frames of bytes as they come.
@@ -306,7 +316,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn hello() -> Hello {
-        Hello { rank: 3, rank_count: 8, patience_ms: 10_000, nonce: [7; NONCE_BYTES] }
+        Hello { rank: 3, rank_count: 8, nonce: [7; NONCE_BYTES] }
     }
 
     #[test]
@@ -328,11 +338,15 @@ mod tests {
     #[test]
     fn each_side_proves_in_its_own_name() {
         let token = Token::new("secret");
-        let (hello, nonce) = (hello().encode(), [1; NONCE_BYTES]);
-        let proof = Prover::Member.prove(&token, &hello, &nonce);
-        assert!(Prover::Member.accepts(&token, &hello, &nonce, &proof));
-        assert!(!Prover::Root.accepts(&token, &hello, &nonce, &proof));
-        assert!(!Prover::Member.accepts(&token, &hello, &[2; NONCE_BYTES], &proof));
+        let transcript = Transcript { hello: hello().encode(), nonce: [1; NONCE_BYTES] };
+        let mut proof = transcript.prove_member(&token, 500);
+        assert_eq!(transcript.accept_member(&token, &proof), Some(500));
+        assert!(!transcript.accepts_root(&token, &proof[4..]));
+        assert!(transcript.accepts_root(&token, &transcript.prove_root(&token)));
+        let other = Transcript { nonce: [2; NONCE_BYTES], ..transcript };
+        assert_eq!(other.accept_member(&token, &proof), None);
+        proof[0] ^= 1;
+        assert_eq!(transcript.accept_member(&token, &proof), None);
     }
 
     #[test]
