@@ -6,6 +6,7 @@ use crate::layout::Group;
 use crate::monitor::{Monitor, root_cause};
 use crate::net::Path;
 use crate::plan::{LocalRank, Rank, Topology};
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tide_device::abi::params::Deadline;
@@ -95,6 +96,12 @@ impl Communicator {
     pub fn device_of(&self, rank: Rank) -> u32 {
         let LocalRank(local) = self.shared.topology.local_of(rank);
         local % self.shared.gpu.device_count()
+    }
+
+    /// The devices that ranks run on, ascending.
+    pub(super) fn devices(&self) -> impl Iterator<Item = u32> + use<> {
+        let taken: BTreeSet<u32> = self.topology().ranks().map(|rank| self.device_of(rank)).collect();
+        taken.into_iter()
     }
 
     /// Waits until all that was enqueued has taken effect.
