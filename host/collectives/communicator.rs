@@ -24,11 +24,27 @@ pub struct CommunicatorOptions {
     pub context_count: u32,
     /// Bytes of a stripe, a multiple of 16.
     pub stripe_bytes: u64,
+    /// The device of local rank 0; the other local ranks run on those that follow, around. So the lanes of a process, which
+    /// have one local rank each, are spread over its GPUs.
+    pub first_device: u32,
 }
 
 impl Default for CommunicatorOptions {
     fn default() -> Self {
-        Self { path: Path::default(), timeout: Duration::from_secs(10), context_count: 4, stripe_bytes: 1 << 20 }
+        Self {
+            path: Path::default(),
+            timeout: Duration::from_secs(10),
+            context_count: 4,
+            stripe_bytes: 1 << 20,
+            first_device: 0,
+        }
+    }
+}
+
+impl CommunicatorOptions {
+    /// The device of a local rank, of `device_count`.
+    fn device_of(&self, LocalRank(local): LocalRank, device_count: u32) -> u32 {
+        (self.first_device + local) % device_count
     }
 }
 
@@ -56,7 +72,7 @@ pub struct Communicator {
 
 impl Communicator {
     /// A communicator of all ranks of `topology`, on the GPUs of this process: local rank `l` runs on device
-    /// `l mod device count`.
+    /// `(first device + l) mod device count`.
     ///
     /// # Errors
     /// [`TideError::Usage`] for options out of range; what the driver refuses.
@@ -67,11 +83,17 @@ impl Communicator {
                 options.context_count, options.stripe_bytes
             )));
         }
-        let monitor = Monitor::new(Arc::clone(&gpu), topology.rank_count())?;
         let device_count = gpu.device_count();
+        if options.first_device >= device_count {
+            return Err(TideError::usage(format!(
+                "local rank 0 on device {}: there are {device_count}, counted from 0",
+                options.first_device
+            )));
+        }
+        let monitor = Monitor::new(Arc::clone(&gpu), topology.rank_count())?;
         let claims = topology
             .ranks()
-            .map(|r| DeviceBuffer::from_slice(&gpu, topology.local_of(r).0 % device_count, &[0_u64]))
+            .map(|r| DeviceBuffer::from_slice(&gpu, options.device_of(topology.local_of(r), device_count), &[0_u64]))
             .collect::<Result<_>>()?;
         let state = Mutex::default();
         Ok(Self { shared: Arc::new(Shared { gpu, topology, options, monitor, claims, state }) })
@@ -94,8 +116,7 @@ impl Communicator {
 
     /// The device that a rank runs on.
     pub fn device_of(&self, rank: Rank) -> u32 {
-        let LocalRank(local) = self.shared.topology.local_of(rank);
-        local % self.shared.gpu.device_count()
+        self.options().device_of(self.topology().local_of(rank), self.gpu().device_count())
     }
 
     /// The devices that ranks run on, ascending.
