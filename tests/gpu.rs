@@ -20,6 +20,7 @@ fn main() {
 
 #[cfg(feature = "cuda")]
 mod on_gpu {
+    use super::common::lanes::{assert_gathers_alike, assert_sums_alike};
     use super::common::*;
     use bytemuck::Zeroable;
     use std::process::{Command, ExitCode, Stdio};
@@ -105,6 +106,14 @@ mod on_gpu {
         }
     }
 
+    fn lanes_on_every_gpu_leave_the_simulators_bytes() {
+        let gpu: Arc<dyn Gpu> = CudaGpu::new(CudaOptions::default()).unwrap_or_else(|error| panic!("{error}"));
+        for device in 0..gpu.device_count() {
+            assert_gathers_alike(&gpu, device);
+            assert_sums_alike(&gpu, device, GradientDtype::Bf16);
+        }
+    }
+
     const TESTS: &[Test] = &[
         test("batched_copies_land_like_single_ones", batched_copies_land_like_single_ones),
         test("a_launch_in_clusters_runs_every_block", a_launch_in_clusters_runs_every_block),
@@ -121,12 +130,21 @@ mod on_gpu {
         test("calls_in_a_row_accumulate_as_in_the_simulator", calls_in_a_row_accumulate_as_in_the_simulator),
         test("a_larger_group_is_the_simulators_bit_for_bit", a_larger_group_is_the_simulators_bit_for_bit),
         test("all_gather_lands_every_byte", all_gather_lands_every_byte),
+        test("a_lanes_gather_leaves_the_simulators_bytes", || assert_gathers_alike(&gpu(), 0)),
+        test("a_lanes_sum_of_bf16_is_the_simulators_bit_for_bit", || assert_sums_alike(&gpu(), 0, GradientDtype::Bf16)),
+        test("a_lanes_sum_of_fp32_is_the_simulators_bit_for_bit", || assert_sums_alike(&gpu(), 0, GradientDtype::F32)),
         test("a_launch_with_a_wrong_parameter_block_is_refused", a_launch_with_a_wrong_parameter_block_is_refused),
         Test {
             name: "several_gpus_give_the_simulators_bits",
             gpu_count: 2,
             own_process: false,
             run: several_gpus_give_the_simulators_bits,
+        },
+        Test {
+            name: "lanes_on_every_gpu_leave_the_simulators_bytes",
+            gpu_count: 2,
+            own_process: false,
+            run: lanes_on_every_gpu_leave_the_simulators_bytes,
         },
         apart("a_peer_that_never_arrives_is_reported", a_peer_that_never_arrives_is_reported),
         apart("a_memory_wait_that_never_holds_is_named", a_memory_wait_that_never_holds_is_named),

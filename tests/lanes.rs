@@ -2,144 +2,27 @@
 
 mod common;
 
+use common::lanes::{
+    Lane, PATHS, SHAPES, Sum, Whole, assert_gathers_alike, assert_sums_alike, first_difference, flat, gather_groups,
+    random_bytes, sim, try_gather,
+};
 use common::{Gradients, assert_close, bits, constant, group, int_fill, normal, rank, reference};
-use half::bf16;
 use std::sync::Arc;
 use std::time::Duration;
 use tide_device::abi::kernel::Kernel;
 use tide_device::abi::params::FlatSumParams;
 use tide_gpu::gpu::sim::{SimGpu, SimOptions};
-use tide_gpu::gpu::{
-    Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Event, Fill2d, Gpu, Launch, MemoryWait, Priority, Stream,
-};
-use tide_gpu::layout::{Dtype, Group, Parameter};
+use tide_gpu::gpu::{Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Event, Gpu, Launch, MemoryWait, Priority, Stream};
+use tide_gpu::layout::{Dtype, Group};
 use tide_gpu::plan::{Rank, ReduceScatterOptions, Topology};
 use tide_gpu::{
-    Communicator, CommunicatorOptions, GradientDtype, LaneAllGather, LaneOptions, LaneReduceScatter, Path, RankEvents,
+    Communicator, CommunicatorOptions, GradientDtype, LaneAllGather, LaneOptions, LaneReduceScatter, Path,
     RankGradients, ReduceScatter, Scale, TideError, hand_on,
 };
 
-const PATHS: [Path; 2] = [Path::Device, Path::Host];
 const NODE_COUNTS: [u32; 10] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 13];
 
-/// Simulated GPUs of a seed, which draws how far the host runs ahead and how lazy streams and launches are.
-fn sim(seed: u64) -> SimOptions {
-    let mut sim = SimOptions { eager_steps_max: [0, 8, 200][seed as usize % 3], ..Default::default() };
-    sim.machine.seed = seed;
-    sim.machine.preempt_one_in = 1 + seed as u32 % 4;
-    sim.machine.lazy_turns_max = [0, 50, 1000][(seed as usize / 3) % 3];
-    sim
-}
-
-/// A lane to run calls on.
-#[derive(Clone)]
-struct Lane {
-    nodes: u32,
-    sim: SimOptions,
-    comm: CommunicatorOptions,
-}
-
-impl Lane {
-    fn new(nodes: u32, path: Path, seed: u64) -> Self {
-        // Small stripes, so that small blocks still use several contexts.
-        let comm = CommunicatorOptions { path, stripe_bytes: 64, context_count: 3, ..Default::default() };
-        Self { nodes, sim: sim(seed), comm }
-    }
-
-    fn communicator(&self) -> Communicator {
-        let gpu: Arc<dyn Gpu> = SimGpu::new(self.sim.clone());
-        Communicator::new(gpu, Topology::new(self.nodes, 1).unwrap(), self.comm.clone()).unwrap()
-    }
-}
-
 // ---------------------------------------------------------------------------------------------- all-gather
-
-/// Every parameter's bytes, whole.
-type Whole = Vec<Vec<u8>>;
-
-fn random_bytes(group: &Group, seed: u64) -> Whole {
-    let mut rng = fastrand::Rng::with_seed(seed);
-    let bytes = |p: &Parameter| p.shape().iter().product::<u64>() * p.dtype().bytes();
-    group.parameters().iter().map(|p| (0..bytes(p)).map(|_| rng.u8(..)).collect()).collect()
-}
-
-/// All of a rank's landings, one after the other.
-fn flat(whole: &Whole) -> Vec<u8> {
-    whole.concat()
-}
-
-/// Calls back to back, without a look from the host. Between two calls each rank's stream takes the landings away, overwrites
-/// them whole and writes the next shards. Gives what each call left, per rank, as [`flat`].
-fn try_gather(lane: &Lane, group: &Group, calls: &[Whole]) -> tide_gpu::Result<Vec<Vec<Vec<u8>>>> {
-    let comm = lane.communicator();
-    let gpu = Arc::clone(comm.gpu());
-    let mut ag = LaneAllGather::new(&comm, group)?;
-    let ranks: Vec<Rank> = comm.topology().ranks().collect();
-    let parameters = 0..group.parameters().len();
-    let user: Vec<Stream> = ranks.iter().map(|_| gpu.create_stream(0, Priority::Normal)).collect::<Result<_, _>>()?;
-    let mut kept = Vec::new();
-    let mut taken: Vec<Vec<Vec<DeviceBuffer>>> = Vec::new();
-    let mut events: Option<Vec<RankEvents>> = None;
-    for whole in calls {
-        let mut ready = Vec::new();
-        for &rank in &ranks {
-            let stream = user[rank.0 as usize];
-            if let Some(events) = &events {
-                gpu.wait_event(stream, events[rank.0 as usize].read)?;
-                gpu.wait_event(stream, events[rank.0 as usize].done)?;
-            }
-            for p in parameters.clone() {
-                let landing = ag.landing(rank, p);
-                if let Some(previous) = taken.last() {
-                    take(&gpu, stream, &previous[rank.0 as usize][p], landing)?;
-                }
-                let (destination, bytes) = (landing.address, landing.bytes);
-                let fill = Fill2d {
-                    destination,
-                    pitch_bytes: bytes,
-                    width_bytes: bytes,
-                    rows: u64::from(bytes > 0),
-                    value: 7,
-                };
-                gpu.fill(stream, &fill)?;
-                let shard = ag.shard(rank, p);
-                let first = (u64::from(rank.0) * shard.bytes).min(whole[p].len() as u64);
-                let live = shard.bytes.min(whole[p].len() as u64 - first);
-                let source = DeviceBuffer::from_slice(&gpu, 0, &whole[p][first as usize..][..live as usize])?;
-                if live > 0 {
-                    gpu.copy(stream, &Copy2d::flat(shard.address, source.address(), live))?;
-                }
-                kept.push(source);
-            }
-            ready.push(Some(gpu.record(stream)?));
-        }
-        events = Some(ag.enqueue(&ready)?);
-        let buffer = |rank: Rank| parameters.clone().map(move |p| (rank, p));
-        let buffers = ranks.iter().map(|&r| {
-            buffer(r).map(|(r, p)| DeviceBuffer::new(&gpu, 0, ag.landing(r, p).bytes)).collect::<Result<Vec<_>, _>>()
-        });
-        taken.push(buffers.collect::<Result<_, _>>()?);
-    }
-    for &rank in &ranks {
-        let stream = user[rank.0 as usize];
-        gpu.wait_event(stream, events.as_ref().unwrap()[rank.0 as usize].done)?;
-        for p in parameters.clone() {
-            take(&gpu, stream, &taken.last().unwrap()[rank.0 as usize][p], ag.landing(rank, p))?;
-        }
-    }
-    comm.synchronize()?;
-    user.iter().try_for_each(|s| gpu.synchronize(*s, u64::MAX).map(|_| ()))?;
-    assert_eq!(ag.epoch(), calls.len() as u64);
-    let bytes = |b: &Vec<DeviceBuffer>| b.iter().map(|b| b.to_vec::<u8>().unwrap()).collect::<Vec<_>>().concat();
-    Ok(taken.iter().map(|call| call.iter().map(bytes).collect()).collect())
-}
-
-fn take(gpu: &Arc<dyn Gpu>, stream: Stream, to: &DeviceBuffer, landing: DeviceSlice) -> tide_gpu::Result<()> {
-    match landing.bytes {
-        0 => Ok(()),
-        bytes => gpu.copy(stream, &Copy2d::flat(to.address(), landing.address, bytes)),
-    }
-}
 
 fn assert_gathers(lane: &Lane, group: &Group, calls: &[Whole], what: &str) {
     let got = try_gather(lane, group, calls).unwrap();
@@ -148,15 +31,6 @@ fn assert_gathers(lane: &Lane, group: &Group, calls: &[Whole], what: &str) {
             assert!(*bytes == flat(whole), "{what}: call {call}, rank {rank}");
         }
     }
-}
-
-/// Rows in whole 16 bytes, as experts have them, and such that do not.
-fn gather_groups() -> [Group; 4] {
-    let aligned = group(&[vec![26, 8], vec![13, 16], vec![40, 24]], Dtype::Bf16);
-    let ragged = group(&[vec![6, 4], vec![7], vec![0, 3], vec![17, 3], vec![1, 6, 4], vec![2, 3]], Dtype::Bf16);
-    let types = [("a", vec![27, 16], Dtype::U8), ("b", vec![5], Dtype::F32), ("c", vec![30, 8], Dtype::F16)];
-    let mixed = types.map(|(n, s, d)| Parameter::new(n, s, d).unwrap());
-    [aligned, ragged, Group::new(mixed.to_vec()).unwrap(), group(&[vec![0, 7], vec![4, 0]], Dtype::F32)]
 }
 
 #[test]
@@ -301,82 +175,8 @@ fn total(m: u64, node: u64, of: impl Fn(u64) -> f32) -> f32 {
     waves.reduce(|a, b| a + b).unwrap()
 }
 
-#[derive(Clone)]
-struct Sum {
-    lane: Lane,
-    shapes: Vec<Vec<u64>>,
-    dtype: GradientDtype,
-    options: LaneOptions,
-    scale: Scale,
-}
-
 impl Sum {
-    fn new(lane: Lane, shapes: &[&[u64]]) -> Self {
-        let shapes = shapes.iter().map(|s| s.to_vec()).collect();
-        Self { lane, shapes, dtype: GradientDtype::Bf16, options: LaneOptions::default(), scale: Scale::default() }
-    }
-
-    fn group(&self) -> Group {
-        group(&self.shapes, if self.dtype == GradientDtype::Bf16 { Dtype::Bf16 } else { Dtype::F32 })
-    }
-
-    /// Calls back to back, without a look from the host, each into its own output, which holds `previous`; gives every call's
-    /// outputs. Gradients and previous outputs come to be in a stream, and gradients go as soon as they are read.
-    fn try_run(&self, calls: &[Vec<Gradients>], previous: f32) -> tide_gpu::Result<Vec<Vec<Vec<f32>>>> {
-        let comm = self.lane.communicator();
-        let gpu = Arc::clone(comm.gpu());
-        let mut rs = LaneReduceScatter::new(&comm, &self.group(), self.dtype, &self.options)?;
-        let elems = rs.output_bytes() as usize / 4;
-        // What comes before a call does not wait for what goes after one.
-        let (user, afterwards) = (gpu.create_stream(0, Priority::Normal)?, gpu.create_stream(0, Priority::Normal)?);
-        let (mut kept, mut outs) = (Vec::new(), Vec::new());
-        for all in calls {
-            let mut ranks = Vec::new();
-            let mut call_outs = Vec::new();
-            let late = |source: DeviceBuffer, kept: &mut Vec<DeviceBuffer>| -> tide_gpu::Result<DeviceBuffer> {
-                let buffer = DeviceBuffer::new(&gpu, 0, source.slice().bytes)?;
-                if source.slice().bytes > 0 {
-                    gpu.copy(user, &Copy2d::flat(buffer.address(), source.address(), source.slice().bytes))?;
-                }
-                kept.push(source);
-                Ok(buffer)
-            };
-            for given in all {
-                let mut gradients = Vec::new();
-                for gradient in given {
-                    let buffer = match gradient {
-                        Some(gradient) => Some(late(upload(&gpu, gradient, self.dtype)?, &mut kept)?),
-                        None => None,
-                    };
-                    gradients.push(buffer.as_ref().map(DeviceBuffer::slice));
-                    kept.extend(buffer);
-                }
-                let out = late(DeviceBuffer::from_slice(&gpu, 0, &vec![previous; elems])?, &mut kept)?;
-                ranks.push(RankGradients { gradients, out: out.slice(), ready: Some(gpu.record(user)?) });
-                call_outs.push(out);
-            }
-            let events = rs.enqueue(&ranks, self.scale)?;
-            let user = afterwards;
-            for (events, given) in events.iter().zip(&ranks) {
-                gpu.wait_event(user, events.read)?;
-                for slice in given.gradients.iter().flatten().filter(|s| s.bytes > 0) {
-                    let (destination, bytes) = (slice.address, slice.bytes);
-                    let fill = Fill2d { destination, pitch_bytes: bytes, width_bytes: bytes, rows: 1, value: 0xff };
-                    gpu.fill(user, &fill)?;
-                }
-            }
-            outs.push(call_outs);
-        }
-        comm.synchronize()?;
-        gpu.synchronize(afterwards, u64::MAX)?;
-        outs.iter().map(|call| call.iter().map(DeviceBuffer::to_vec).collect()).collect()
-    }
-
-    fn random(&self, call_count: u64, seed: u64) -> Vec<Vec<Gradients>> {
-        let of = |call: u64| (0..self.lane.nodes).map(|r| normal(&self.shapes, 10 * seed + call, r)).collect();
-        (0..call_count).map(of).collect()
-    }
-
+    /// Runs the calls and holds every bit against [`oracle`].
     fn assert_bitwise(&self, calls: &[Vec<Gradients>], previous: f32, what: &str) {
         let got = self.try_run(calls, previous).unwrap();
         for (call, (outs, all)) in got.iter().zip(calls).enumerate() {
@@ -386,25 +186,6 @@ impl Sum {
         }
     }
 }
-
-fn upload(gpu: &Arc<dyn Gpu>, values: &[f32], dtype: GradientDtype) -> tide_gpu::Result<DeviceBuffer> {
-    match dtype {
-        GradientDtype::F32 => DeviceBuffer::from_slice(gpu, 0, values),
-        GradientDtype::Bf16 => {
-            let values: Vec<bf16> = values.iter().map(|v| bf16::from_f32(*v)).collect();
-            DeviceBuffer::from_slice(gpu, 0, &values)
-        }
-    }
-}
-
-const SHAPES: [&[&[u64]]; 6] = [
-    &[&[97, 6], &[40], &[7, 3], &[256, 4], &[2, 2, 5]],
-    &[&[6, 4], &[7], &[17, 3], &[1, 6, 4], &[2, 3]],
-    &[&[1]],
-    &[&[0, 7], &[4, 3], &[4, 0]],
-    &[&[0, 7]],
-    &[&[64, 32]],
-];
 
 #[test]
 fn any_lane_adds_in_the_promised_order() {
@@ -455,6 +236,24 @@ fn nothing_is_touched_before_it_is_ready() {
         gpu.write_value(gpu.create_stream(0, Priority::Normal).unwrap(), word.address(), 1).unwrap();
         comm.synchronize().unwrap();
         assert_all(&held, 2.0 + m as f32);
+    }
+}
+
+/// A gradient that is missing adds `+0.0`, whole units of it too: it turns a sum of `-0.0` positive, which shows over a
+/// previous `-0.0`.
+#[test]
+fn a_missing_gradient_adds_plus_zero() {
+    for m in NODE_COUNTS {
+        for dtype in [GradientDtype::Bf16, GradientDtype::F32] {
+            let mut sum = Sum { dtype, ..Sum::new(Lane::new(m, Path::Device, 3), SHAPES[0]) };
+            sum.scale = Scale { alpha: 1.0, accumulate: true };
+            let mut calls: Vec<Vec<Gradients>> = vec![vec![constant(&sum.shapes, -0.0); m as usize]; m as usize + 1];
+            // In call `r` rank `r` lacks some; in the last one nobody does.
+            for r in 0..m as usize {
+                (calls[r][r][0], calls[r][r][3]) = (None, None);
+            }
+            sum.assert_bitwise(&calls, -0.0, &format!("{m} nodes, {dtype:?}"));
+        }
     }
 }
 
@@ -855,4 +654,124 @@ fn t60_factors_of_dense_and_expert_groups_do_not_mix() {
         expert_held.iter().for_each(|h| assert_all(h, 32.0 * expert_alpha));
         assert_all(&dense_held, 32.0 * dense_alpha);
     }
+}
+
+// ---------------------------------------------------------------------------------- several GPUs, parity
+
+/// The lanes of a process, one per GPU, and what each takes lies on its GPU alone.
+#[test]
+fn lanes_of_one_process_are_spread_over_its_gpus() {
+    for path in PATHS {
+        let mut options = sim(6);
+        options.machine.device_count = 3;
+        let gpu: Arc<dyn Gpu> = SimGpu::new(options);
+        let expert = vec![vec![6_u64, 2], vec![40, 8]];
+        let group = group(&expert, Dtype::F32);
+        let comm = |first_device| {
+            let options = CommunicatorOptions { path, stripe_bytes: 64, first_device, ..Default::default() };
+            Communicator::new(Arc::clone(&gpu), Topology::new(5, 1).unwrap(), options).unwrap()
+        };
+        let used = || [0, 1, 2].map(|device| gpu.usage_bytes(device).0);
+        let mut lanes = Vec::new();
+        for device in 0..3 {
+            let before = used();
+            let comm = comm(device);
+            assert!(comm.topology().ranks().all(|rank| comm.device_of(rank) == device));
+            let rs = LaneReduceScatter::new(&comm, &group, GradientDtype::F32, &LaneOptions::default()).unwrap();
+            let ag = LaneAllGather::new(&comm, &group).unwrap();
+            let taken: Vec<u64> = used().iter().zip(before).map(|(after, before)| after - before).collect();
+            let here = taken[device as usize];
+            assert!(here >= 5 * (rs.buffer_bytes() + ag.buffer_bytes()), "{taken:?}");
+            assert!(taken.iter().sum::<u64>() == here, "lane {device} takes {taken:?}");
+            lanes.push((comm, rs, ag));
+        }
+        let wholes: Vec<Whole> = (0..3).map(|lane| random_bytes(&group, lane)).collect();
+        let mut all_held = Vec::new();
+        for (lane, (comm, rs, ag)) in (0..).zip(&mut lanes) {
+            let held: Vec<Held> =
+                (0..5).map(|r| Held::new(&gpu, &int_fill(&expert, 3 * r + lane), rs.output_bytes())).collect();
+            for (r, (p, bytes)) in (0..5).flat_map(|r| wholes[lane as usize].iter().enumerate().map(move |w| (r, w))) {
+                let shard = ag.shard(rank(r), p);
+                let first = (u64::from(r) * shard.bytes).min(bytes.len() as u64) as usize;
+                let end = (first + shard.bytes as usize).min(bytes.len());
+                comm.gpu().upload(shard.address, &bytes[first..end]).unwrap();
+            }
+            rs.enqueue(&given(&held), Scale::default()).unwrap();
+            ag.enqueue(&[None; 5]).unwrap();
+            all_held.push(held);
+        }
+        for (lane, ((comm, _, ag), held)) in (0..).zip(lanes.iter().zip(&all_held)) {
+            comm.synchronize().unwrap();
+            let sources: Vec<_> = (0..5).map(|r| int_fill(&expert, 3 * r + lane)).collect();
+            assert_close(&outs(held), &reference(&expert, &sources, Scale::default(), 0.0), &format!("lane {lane}"));
+            for (r, (p, bytes)) in (0..5).flat_map(|r| wholes[lane as usize].iter().enumerate().map(move |w| (r, w))) {
+                let mut got = vec![0; bytes.len()];
+                gpu.download(ag.landing(rank(r), p).address, &mut got).unwrap();
+                assert!(got == *bytes, "lane {lane}, rank {r}, parameter {p}");
+            }
+        }
+    }
+}
+
+#[test]
+fn local_ranks_take_the_devices_in_turn_from_the_first_on() {
+    let mut options = SimOptions::default();
+    options.machine.device_count = 4;
+    let gpu: Arc<dyn Gpu> = SimGpu::new(options);
+    let comm = |m, l, first_device| {
+        let options = CommunicatorOptions { first_device, ..Default::default() };
+        Communicator::new(Arc::clone(&gpu), Topology::new(m, l).unwrap(), options)
+    };
+    let devices = |m, l, first| -> Vec<u32> {
+        let comm = comm(m, l, first).unwrap();
+        comm.topology().ranks().map(|rank| comm.device_of(rank)).collect()
+    };
+    assert_eq!(devices(2, 4, 0), [0, 1, 2, 3, 0, 1, 2, 3]);
+    assert_eq!(devices(1, 6, 3), [3, 0, 1, 2, 3, 0]);
+    assert_eq!(devices(2, 2, 2), [2, 3, 2, 3]);
+    for none in [4, u32::MAX] {
+        let error = comm(2, 1, none).err();
+        assert!(matches!(&error, Some(TideError::Usage(text)) if text.contains("there are 4")), "{error:?}");
+    }
+}
+
+/// Where ranks run changes no bit, of the general reduce-scatter either.
+#[test]
+fn the_first_device_does_not_show_in_the_bits() {
+    let mut case = common::Case::new(2, 3, SHAPES[0]);
+    case.sim.machine.device_count = 4;
+    let run = |first_device| {
+        let mut case = case.clone();
+        case.comm.first_device = first_device;
+        bits(&case.run(|_, r| normal(&case.shapes, 3, r)))
+    };
+    let first = run(0);
+    assert!((1..4).all(|device| run(device) == first));
+}
+
+/// What the GPU tests hold a GPU to, on simulated GPUs of another seed: the harness itself is right.
+#[test]
+fn other_simulated_gpus_leave_the_same_bytes() {
+    let mut options = sim(17);
+    options.machine.device_count = 2;
+    let gpu: Arc<dyn Gpu> = SimGpu::new(options);
+    assert_gathers_alike(&gpu, 1);
+    assert_sums_alike(&gpu, 0, GradientDtype::Bf16);
+    assert_sums_alike(&gpu, 1, GradientDtype::F32);
+}
+
+#[test]
+fn a_planted_difference_is_found_and_named() {
+    let run = vec![vec![vec![1_u32, 2, 3], vec![4]], vec![vec![5], vec![]]];
+    let differs = |change: &dyn Fn(&mut Vec<Vec<Vec<u32>>>)| {
+        let mut other = run.clone();
+        change(&mut other);
+        first_difference(&other, &run).unwrap_or_default()
+    };
+    assert_eq!(first_difference(&run, &run), None);
+    assert_eq!(differs(&|run| run[0][0][2] ^= 1 << 31), "call 0, rank 0, element 2: 80000003, 3 expected");
+    assert_eq!(differs(&|run| run[1][0][0] = 6), "call 1, rank 0, element 0: 6, 5 expected");
+    assert_eq!(differs(&|run| run[1][1].push(0)), "call 1, rank 1: 1 elements, 0 expected");
+    assert_eq!(differs(&|run| drop(run[0].pop())), "call 0: 1 ranks, 2 expected");
+    assert_eq!(differs(&|run| drop(run.pop())), "1 calls, 2 expected");
 }

@@ -105,7 +105,7 @@ impl Fabric for Part {
 fn job(case: &Case, ranks_each: u32) -> Vec<Communicator> {
     let gpu: Arc<dyn Gpu> = SimGpu::new(case.sim.clone());
     let topology = Topology::new(case.nodes, case.gpus).unwrap();
-    let whole = LoopbackFabric::new(gpu, topology);
+    let whole = LoopbackFabric::new(gpu, topology, 0).unwrap();
     let job = Arc::new(Job { whole, windows: Mutex::default(), said: Mutex::default() });
     let part = |first| {
         let driven = RankRange::new(Rank(first), ranks_each);

@@ -9,6 +9,7 @@ use crate::monitor::{Monitor, root_cause};
 use crate::net::loopback::LoopbackFabric;
 use crate::net::{Fabric, Net, NetOptions, Path};
 use crate::plan::{Rank, RankRange, Topology};
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tide_device::abi::params::Deadline;
@@ -24,11 +25,20 @@ pub struct CommunicatorOptions {
     pub context_count: u32,
     /// Bytes of a stripe, a multiple of 16.
     pub stripe_bytes: u64,
+    /// With [`Communicator::new`], the device of local rank 0; the other local ranks run on those that follow, around. So the lanes of a process, which
+    /// have one local rank each, are spread over its GPUs.
+    pub first_device: u32,
 }
 
 impl Default for CommunicatorOptions {
     fn default() -> Self {
-        Self { path: Path::default(), timeout: Duration::from_secs(10), context_count: 4, stripe_bytes: 1 << 20 }
+        Self {
+            path: Path::default(),
+            timeout: Duration::from_secs(10),
+            context_count: 4,
+            stripe_bytes: 1 << 20,
+            first_device: 0,
+        }
     }
 }
 
@@ -55,12 +65,13 @@ pub struct Communicator {
 
 impl Communicator {
     /// A communicator of all ranks of `topology`, on the GPUs of this process: local rank `l` runs on device
-    /// `l mod device count`.
+    /// `(first device + l) mod device count`.
     ///
     /// # Errors
     /// [`TideError::Usage`] for options out of range; what the driver refuses.
     pub fn new(gpu: Arc<dyn Gpu>, topology: Topology, options: CommunicatorOptions) -> Result<Self> {
-        Self::over(Arc::new(LoopbackFabric::new(gpu, topology)), options)
+        let fabric = LoopbackFabric::new(gpu, topology, options.first_device)?;
+        Self::over(Arc::new(fabric), options)
     }
 
     /// A communicator of the ranks that a fabric connects. This process drives some of them, and all processes make the
@@ -108,6 +119,12 @@ impl Communicator {
     /// The device that a driven rank runs on.
     pub fn device_of(&self, rank: Rank) -> u32 {
         self.shared.fabric.device_of(rank)
+    }
+
+    /// The devices that driven ranks run on, ascending.
+    pub(super) fn devices(&self) -> impl Iterator<Item = u32> + use<> {
+        let taken: BTreeSet<u32> = self.driven().iter().map(|rank| self.device_of(rank)).collect();
+        taken.into_iter()
     }
 
     /// Waits until all that was enqueued has taken effect.

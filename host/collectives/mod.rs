@@ -8,6 +8,7 @@ mod all_gather;
 mod communicator;
 mod gather_ring;
 mod lane;
+mod level_1;
 mod node;
 mod reduce_scatter;
 mod rounds;

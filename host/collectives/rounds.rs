@@ -106,11 +106,8 @@ impl Rounds {
     fn upload_rounds(&mut self, progress: impl Fn(Rank) -> u64) -> Result<()> {
         let gpu = self.comm.gpu();
         let widest = self.rounds.iter().flatten().map(|r| r.transfer_count().max(r.arrivals.len())).max().unwrap_or(0);
-        for device in 0..gpu.device_count() {
+        for device in self.comm.devices() {
             let ranks: Vec<Rank> = self.comm.driven().iter().filter(|r| self.comm.device_of(*r) == device).collect();
-            if ranks.is_empty() {
-                continue;
-            }
             let (mut tables, mut entries) = (Vec::new(), Vec::new());
             for &rank in &ranks {
                 let (mut rounds, mut puts, mut arrivals) = (Vec::new(), Vec::new(), Vec::new());

@@ -3,7 +3,7 @@
 
 use super::{Fabric, HostPut, HostSignal, Net, NetOptions, Window};
 use crate::arena::SymmetricMemory;
-use crate::error::Result;
+use crate::error::{Result, TideError};
 use crate::gpu::{Copy2d, DeviceBuffer, DevicePtr, Gpu, MemoryWait, Stream};
 use crate::launch::{Alone, Exchange};
 use crate::plan::{Node, Rank, RankRange, Topology};
@@ -14,18 +14,28 @@ use tide_device::abi::params::{LoopbackHandle, Piece};
 use tide_device::abi::signal::SIGNAL_BYTES;
 use tide_device::gin::loopback::shared_bytes;
 
-/// All ranks in this process: local rank `l` runs on device `l mod device count`.
+/// All ranks in this process: local rank `l` runs on device `(first device + l) mod device count`.
 #[derive(Clone)]
 pub struct LoopbackFabric {
     gpu: Arc<dyn Gpu>,
     topology: Topology,
+    first_device: u32,
     exchange: Arc<Mutex<Box<dyn Exchange>>>,
 }
 
 impl LoopbackFabric {
     /// The ranks of `topology` on these GPUs.
-    pub fn new(gpu: Arc<dyn Gpu>, topology: Topology) -> Self {
-        Self { gpu, topology, exchange: Arc::new(Mutex::new(Box::new(Alone))) }
+    ///
+    /// # Errors
+    /// [`TideError::Usage`] for a device that is not there.
+    pub fn new(gpu: Arc<dyn Gpu>, topology: Topology, first_device: u32) -> Result<Self> {
+        let device_count = gpu.device_count();
+        if first_device >= device_count {
+            return Err(TideError::usage(format!(
+                "local rank 0 on device {first_device}: there are {device_count}, counted from 0"
+            )));
+        }
+        Ok(Self { gpu, topology, first_device, exchange: Arc::new(Mutex::new(Box::new(Alone))) })
     }
 }
 
@@ -47,7 +57,7 @@ impl Fabric for LoopbackFabric {
     }
 
     fn device_of(&self, rank: Rank) -> u32 {
-        self.topology.local_of(rank).0 % self.gpu.device_count()
+        (self.first_device + self.topology.local_of(rank).0) % self.gpu.device_count()
     }
 
     fn allocate(self: Arc<Self>, bytes: u64) -> Result<Arc<dyn Window>> {

@@ -1,6 +1,7 @@
 //! What integration tests share: a driver of the collectives, and oracles that know nothing of plans.
 #![allow(dead_code)]
 
+pub mod lanes;
 pub mod oracle;
 
 use half::bf16;
@@ -102,7 +103,7 @@ impl Case {
             for (rank, out) in outs.iter().enumerate() {
                 let mut gradients = Vec::new();
                 for gradient in fill(call, rank as u32) {
-                    let buffer = gradient.map(|g| upload(&gpu, &g, self.dtype)).transpose()?;
+                    let buffer = gradient.map(|g| upload(&gpu, 0, &g, self.dtype)).transpose()?;
                     gradients.push(buffer.as_ref().map(DeviceBuffer::slice));
                     kept.push(buffer);
                 }
@@ -125,12 +126,12 @@ pub fn group(shapes: &[Vec<u64>], dtype: Dtype) -> Group {
     Group::new(parameters.map(|(i, s)| Parameter::new(format!("p{i}"), s.clone(), dtype).unwrap()).collect()).unwrap()
 }
 
-fn upload(gpu: &Arc<dyn Gpu>, values: &[f32], dtype: GradientDtype) -> tide_gpu::Result<DeviceBuffer> {
+fn upload(gpu: &Arc<dyn Gpu>, device: u32, values: &[f32], dtype: GradientDtype) -> tide_gpu::Result<DeviceBuffer> {
     match dtype {
-        GradientDtype::F32 => DeviceBuffer::from_slice(gpu, 0, values),
+        GradientDtype::F32 => DeviceBuffer::from_slice(gpu, device, values),
         GradientDtype::Bf16 => {
             let values: Vec<bf16> = values.iter().map(|v| bf16::from_f32(*v)).collect();
-            DeviceBuffer::from_slice(gpu, 0, &values)
+            DeviceBuffer::from_slice(gpu, device, &values)
         }
     }
 }

@@ -409,13 +409,16 @@ impl Cursor {
         }
     }
 
-    /// The unit at `packed` if all of it exists in this segment.
+    /// The unit at `packed` if all of it exists in this segment: zeros, without a load, where the gradient is all zeros.
     #[inline(always)]
     fn whole_unit<T: Gradient>(&self, packed: u64) -> Option<T::Unit> {
         let within = packed - self.packed_first;
         let end = within + u64::from(UNIT_ELEMS);
-        if end > self.live_elems || end > self.packed_end - self.packed_first || self.address == 0 {
+        if end > self.live_elems || end > self.packed_end - self.packed_first {
             return None;
+        }
+        if self.address == 0 {
+            return Some(T::ZERO);
         }
         let address = self.address + within * u64::from(T::BYTES);
         if address.is_multiple_of(u64::from(T::UNIT_BYTES)) {

@@ -32,12 +32,13 @@
 
 use super::check_lane;
 use crate::arena::{Arena, ArenaLayout, Region, Signals};
+use crate::collectives::level_1::{SumTask, Sums};
 use crate::collectives::rounds::{BlockRing, RankRound, Rounds, RoundsCall};
 use crate::collectives::{
     Communicator, GradientDtype, RankEvents, RankGradients, Scale, check_fast_path, check_gradients,
 };
 use crate::error::{Result, TideError};
-use crate::gpu::{Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Event, Fill2d, Gpu, Launch, Priority, Stream};
+use crate::gpu::{Copy2d, DevicePtr, DeviceSlice, Event, Fill2d, Gpu, Launch, Priority, Stream};
 use crate::launch::Facts;
 use crate::layout::{Group, GroupLayout};
 use crate::plan::lane::{BANK_COUNT, LaneCut, LaneItem};
@@ -45,14 +46,8 @@ use crate::plan::{Node, Rank, Topology, latin_square};
 use std::sync::Arc;
 use tide_device::abi::fault::Operation;
 use tide_device::abi::kernel::Kernel;
-use tide_device::abi::params::{
-    Credit, GRADIENTS_MAX, LOCAL_RANKS_MAX, LandParams, NO_SIGNAL, NetArrival, NetPut, SumParams,
-};
+use tide_device::abi::params::{Credit, LOCAL_RANKS_MAX, LandParams, NO_SIGNAL, NetArrival, NetPut};
 use tide_device::abi::segment::Segment;
-use tide_device::kernels::sum;
-
-/// Most stages of a sum's ring: more hide no more latency.
-const SUM_STAGES_MAX: u32 = 12;
 
 /// How a lane's reduce-scatter works. No choice changes a bit of the result.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -102,9 +97,7 @@ pub struct LaneReduceScatter {
     rounds: Rounds,
     streams: Vec<RankStreams>,
     net_streams: Vec<Stream>,
-    segments: Vec<Segment>,
-    /// Per device.
-    segment_tables: Vec<DeviceBuffer>,
+    sums: Sums,
     epoch: u64,
     /// Per bank, per rank: when the outbox bank's last item was sent.
     sent: [Vec<Option<Event>>; BANK_COUNT as usize],
@@ -138,10 +131,7 @@ impl LaneReduceScatter {
         let (arena, net) = comm.install("lane reduce-scatter", &facts, arena_layout)?;
         let (tables, credits) = network(&cut, comm, dtype, &regions);
         let rounds = Rounds::new(comm, &net, Operation::ReduceScatter, tables, credits, |_| 0)?;
-        let segments = layout.segments();
-        let devices = 0..comm.gpu().device_count();
-        let segment_tables =
-            devices.map(|d| DeviceBuffer::from_slice(comm.gpu(), d, &segments)).collect::<Result<_>>()?;
+        let sums = Sums::new(comm, &layout, dtype, options.sum_cta_count)?;
         let (mut streams, mut net_streams) = (Vec::new(), Vec::new());
         for rank in comm.driven().iter() {
             streams.push(RankStreams {
@@ -163,8 +153,7 @@ impl LaneReduceScatter {
             rounds,
             streams,
             net_streams,
-            segments,
-            segment_tables,
+            sums,
             epoch: 0,
             sent: [never(), never()],
         })
@@ -257,7 +246,7 @@ impl LaneReduceScatter {
         for run in [remote.start..wrap, wrap..remote.end].into_iter().filter(|run| !run.is_empty()) {
             let Node(to) = latin_square::destination(m, node, run.start);
             let run = Run { block: run.start - remote.start, first_node: to, node_count: run.len() as u32 };
-            for segment in &self.segments {
+            for segment in self.sums.segments() {
                 self.gather_segment(stream, rank, given, item, (segment, run))?;
             }
         }
@@ -334,53 +323,25 @@ impl LaneReduceScatter {
     }
 
     fn launch_sum(&self, stream: Stream, rank: Rank, given: &RankGradients, item: LaneItem) -> Result<()> {
-        let device = self.comm.device_of(rank);
-        let shape = self.gpu().properties(device).shape;
-        let (kernel, item_bytes) = match self.dtype {
-            GradientDtype::Bf16 => (Kernel::SumBf16, 2),
-            GradientDtype::F32 => (Kernel::SumF32, 4),
-        };
-        let consumers = shape.sum_consumers.min(kernel.block_threads_max() - shape.warp_size);
-        let stage_bytes = sum::shared_bytes(consumers, 1, item_bytes);
-        let stage_count = (shape.sum_shared_bytes / stage_bytes).clamp(1, SUM_STAGES_MAX);
-        let mut gradients = [0; GRADIENTS_MAX];
-        if self.cut.has_own_node(item.wave) {
-            for (address, gradient) in gradients.iter_mut().zip(&given.gradients) {
-                *address = gradient.map_or(0, |g| g.address.0);
-            }
-        }
         let (part, remote) = (self.cut.part(item.part), self.cut.remote(item.wave));
-        let bank_bytes = u64::from(self.cut.block_count()) * block_bytes(&self.cut, self.dtype);
-        let inbox = self.arena.at(rank, self.regions.inbox, u64::from(item.bank) * bank_bytes, bank_bytes);
-        let params = SumParams {
-            deadline: self.comm.deadline(rank),
-            staging: inbox.0,
-            source_pitch_bytes: block_bytes(&self.cut, self.dtype),
-            row_pitch_bytes: block_bytes(&self.cut, self.dtype),
-            out: self.arena.at(rank, self.regions.partial, 0, self.regions.partial.bytes()).0,
-            out_pitch_elems: self.cut.part_elems,
-            segments: self.segment_tables[device as usize].address().0,
-            packed_first: part.start,
-            row_elems: part.end - part.start,
+        let block_bytes = block_bytes(&self.cut, self.dtype);
+        let bank_bytes = u64::from(self.cut.block_count()) * block_bytes;
+        let task = SumTask {
+            rank,
+            own: if self.cut.has_own_node(item.wave) { &given.gradients } else { &[] },
+            staging: self.arena.at(rank, self.regions.inbox, u64::from(item.bank) * bank_bytes, bank_bytes),
             source_count: remote.len() as u32,
+            source_pitch_bytes: block_bytes,
+            row_pitch_bytes: block_bytes,
+            packed: part,
+            first_rank: rank,
             row_count: 1,
-            first_rank: rank.0,
-            segment_count: self.segments.len() as u32,
-            stage_count,
-            rank: rank.0,
-            gradients,
+            out: self.arena.at(rank, self.regions.partial, 0, self.regions.partial.bytes()),
+            out_pitch_elems: self.cut.part_elems,
         };
-        let launch = Launch {
-            kernel,
-            grid: self.options.sum_cta_count,
-            block: shape.warp_size + consumers,
-            cluster: 1,
-            shared_bytes: sum::shared_bytes(consumers, stage_count, item_bytes),
-            params: bytemuck::bytes_of(&params),
-        };
-        // SAFETY: addresses of the arena and of tables that live as long as `self`; the inbox bank has arrived, as the
-        // stream has awaited; gradients as checked by `check_arguments`, kept by the caller until the read event.
-        unsafe { self.gpu().launch(stream, &launch) }
+        // SAFETY: addresses of the arena, which lives as long as `self`; the inbox bank has arrived, as the stream has
+        // awaited; gradients as checked by `check_gradients`, kept by the caller until the read event.
+        unsafe { self.sums.launch(stream, &task) }
     }
 
     /// Lands the partial: a landing of the part alone, whose one inbox is the partial.
@@ -415,7 +376,7 @@ impl LaneReduceScatter {
             shared_bytes: 0,
             params: bytemuck::bytes_of(&params),
         };
-        // SAFETY: addresses of the arena, which lives as long as `self`; the output as checked by `check_arguments`, and
+        // SAFETY: addresses of the arena, which lives as long as `self`; the output as checked by `check_gradients`, and
         // parts start at multiples of 32 elements of it.
         unsafe { self.gpu().launch(stream, &launch) }
     }

@@ -20,19 +20,19 @@ mod network_phase;
 mod read_phase;
 mod tables;
 
+use super::level_1::Sums;
 use super::node::{NodeSignals, Place};
 use super::rounds::Rounds;
 use super::{Communicator, GradientDtype, RankEvents, Scale, check_fast_path, check_gradients, check_rank_count};
 use crate::arena::Arena;
 use crate::error::Result;
-use crate::gpu::{DeviceBuffer, DeviceSlice, Event, Fill2d, Gpu, Priority, Stream};
+use crate::gpu::{DeviceSlice, Event, Fill2d, Gpu, Priority, Stream};
 use crate::launch::Facts;
 use crate::layout::{Group, GroupLayout};
 use crate::plan::{Rank, ReduceScatterOptions, ReduceScatterPlan, Topology};
 use std::sync::Arc;
 use tables::Regions;
 use tide_device::abi::fault::Operation;
-use tide_device::abi::segment::Segment;
 
 /// What one rank brings to a call.
 #[derive(Debug, Clone)]
@@ -64,9 +64,7 @@ pub struct ReduceScatter {
     rounds: Rounds,
     streams: Vec<RankStreams>,
     net_streams: Vec<Stream>,
-    segments: Vec<Segment>,
-    /// Per device.
-    segment_tables: Vec<DeviceBuffer>,
+    sums: Sums,
     epoch: u64,
     /// Staging items so far: all ranks push and sum them in the same order.
     items: u64,
@@ -121,10 +119,7 @@ impl ReduceScatter {
         let (arena, net) = comm.install("reduce-scatter", &facts, arena_layout)?;
         let (tables, credits) = tables::network(&plan, &regions, comm.options().context_count, comm.driven());
         let rounds = Rounds::new(comm, &net, Operation::ReduceScatter, tables, credits, |_| 0)?;
-        let segments = layout.segments();
-        let devices = 0..comm.gpu().device_count();
-        let segment_tables =
-            devices.map(|d| DeviceBuffer::from_slice(comm.gpu(), d, &segments)).collect::<Result<_>>()?;
+        let sums = Sums::new(comm, &layout, dtype, plan.sum_cta_count)?;
         let (mut streams, mut net_streams) = (Vec::new(), Vec::new());
         for rank in comm.driven().iter() {
             streams.push(RankStreams {
@@ -146,8 +141,7 @@ impl ReduceScatter {
             rounds,
             streams,
             net_streams,
-            segments,
-            segment_tables,
+            sums,
             epoch: 0,
             items: 0,
             bank_free: [no_bank(), no_bank()],

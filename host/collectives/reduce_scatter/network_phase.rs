@@ -227,7 +227,7 @@ impl ReduceScatter {
             shared_bytes: 0,
             params: bytemuck::bytes_of(&params),
         };
-        // SAFETY: addresses of the arenas, which live as long as `self`; the output as checked by `check_arguments`.
+        // SAFETY: addresses of the arenas, which live as long as `self`; the output as checked by `check_gradients`.
         unsafe { self.gpu().launch(stream, &launch) }
     }
 }

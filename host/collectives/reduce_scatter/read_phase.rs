@@ -5,18 +5,12 @@
 
 use super::{Call, RankGradients, ReduceScatter};
 use crate::arena::Region;
-use crate::collectives::GradientDtype;
+use crate::collectives::level_1::SumTask;
 use crate::error::Result;
-use crate::gpu::{Copy2d, DevicePtr, Event, Fill2d, Launch, Stream};
+use crate::gpu::{Copy2d, DevicePtr, Event, Fill2d, Stream};
 use crate::plan::{LocalRank, Node, Rank, latin_square};
 use std::ops::Range;
 use tide_device::abi::fault::WaitKind;
-use tide_device::abi::kernel::Kernel;
-use tide_device::abi::params::{GRADIENTS_MAX, SumParams};
-use tide_device::kernels::sum;
-
-/// Most stages of a sum's ring: more hide no more latency.
-const SUM_STAGES_MAX: u32 = 12;
 
 /// Which partial of a call a Level 1 item belongs to.
 #[derive(Clone, Copy)]
@@ -139,7 +133,7 @@ impl ReduceScatter {
         let source_index = u64::from(if me.0 < owner_local { me.0 } else { me.0 - 1 });
         let first_rank = u64::from(topology.rank(destination, LocalRank(0)).0);
         let (mut copies, mut fills) = (Vec::new(), Vec::new());
-        for segment in &self.segments {
+        for segment in self.sums.segments() {
             let (first, end) = (range.start.max(segment.packed_first), range.end.min(segment.packed_end));
             if first >= end {
                 continue;
@@ -230,47 +224,21 @@ impl ReduceScatter {
         let out_offset = block_offset + 4 * item.chunk * geometry.chunk_elems;
         let out_span = 4 * (u64::from(l - 1) * geometry.part_elems + (range.end - range.start));
         let slot = self.staging_slot_offset(item);
-        let device = self.comm.device_of(rank);
-        let shape = self.gpu().properties(device).shape;
-        let kernel = match self.dtype {
-            GradientDtype::Bf16 => Kernel::SumBf16,
-            GradientDtype::F32 => Kernel::SumF32,
-        };
-        let consumers = shape.sum_consumers.min(kernel.block_threads_max() - shape.warp_size);
-        let stage_bytes = sum::shared_bytes(consumers, 1, self.dtype.bytes() as u32);
-        let stage_count = (shape.sum_shared_bytes / stage_bytes).clamp(1, SUM_STAGES_MAX);
-        let mut gradients = [0; GRADIENTS_MAX];
-        for (address, gradient) in gradients.iter_mut().zip(&given.gradients) {
-            *address = gradient.map_or(0, |g| g.address.0);
-        }
-        let params = SumParams {
-            deadline: self.comm.deadline(rank),
-            staging: self.arena.at(rank, self.regions.staging, slot, self.plan.staging_slot_bytes()).0,
+        let task = SumTask {
+            rank,
+            own: &given.gradients,
+            staging: self.arena.at(rank, self.regions.staging, slot, self.plan.staging_slot_bytes()),
+            source_count: l - 1,
             source_pitch_bytes: u64::from(l) * pitch,
             row_pitch_bytes: pitch,
-            out: self.arena.at(rank, region, out_offset, out_span).0,
-            out_pitch_elems: geometry.part_elems,
-            segments: self.segment_tables[device as usize].address().0,
-            packed_first: range.start,
-            row_elems: range.end - range.start,
-            source_count: l - 1,
+            packed: range,
+            first_rank: topology.rank(self.destination(rank, partial.contributor), LocalRank(0)),
             row_count: l,
-            first_rank: topology.rank(self.destination(rank, partial.contributor), LocalRank(0)).0,
-            segment_count: self.segments.len() as u32,
-            stage_count,
-            rank: rank.0,
-            gradients,
+            out: self.arena.at(rank, region, out_offset, out_span),
+            out_pitch_elems: geometry.part_elems,
         };
-        let launch = Launch {
-            kernel,
-            grid: self.plan.sum_cta_count,
-            block: shape.warp_size + consumers,
-            cluster: 1,
-            shared_bytes: sum::shared_bytes(consumers, stage_count, self.dtype.bytes() as u32),
-            params: bytemuck::bytes_of(&params),
-        };
-        // SAFETY: addresses of the arena and of tables that live as long as `self`; gradients as checked by
-        // `check_arguments`, kept by the caller until the read event.
-        unsafe { self.gpu().launch(stream, &launch) }
+        // SAFETY: addresses of the arena, which lives as long as `self`; the slot is full, as the stream has awaited;
+        // gradients as checked by `check_gradients`, kept by the caller until the read event.
+        unsafe { self.sums.launch(stream, &task) }
     }
 }

@@ -6,6 +6,8 @@ use crate::generate::Stream;
 /// What tells the two apart in the hash.
 const PARAMETER: u64 = 1;
 const DATA: u64 = 2;
+/// Elements that are made at a time: what lies between their hash and their bits takes no more memory than these.
+const SCRATCH_ELEMS: u64 = 1 << 16;
 
 /// Generated values, all from one seed.
 #[derive(Debug, Clone, Copy)]
@@ -31,8 +33,13 @@ impl Source {
 }
 
 fn bits(stream: Stream, first: u64, elems: u64) -> Vec<u16> {
-    let (mut values, mut bytes) = (vec![0.0; elems as usize], Vec::new());
-    stream.fill(first, &mut values);
-    GradDtype::Bf16.encode(&values, &mut bytes);
-    bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]])).collect()
+    let mut all = Vec::with_capacity(elems as usize);
+    let (mut values, mut bytes) = (Vec::new(), Vec::new());
+    for at in (0..elems).step_by(SCRATCH_ELEMS as usize) {
+        values.resize(SCRATCH_ELEMS.min(elems - at) as usize, 0.0);
+        stream.fill(first + at, &mut values);
+        GradDtype::Bf16.encode(&values, &mut bytes);
+        all.extend(bytes.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]])));
+    }
+    all
 }

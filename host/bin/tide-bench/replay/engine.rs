@@ -1,10 +1,11 @@
 //! Carries the schedule out on a machine.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use bytemuck::cast_slice;
+use bytemuck::{cast_slice, cast_slice_mut};
 use tide_gpu::error::TideError;
 use tide_gpu::gpu::{Copy2d, DeviceBuffer, DevicePtr, DeviceSlice, Event, Gpu, Priority, Stream, SyncOutcome};
 use tide_gpu::layout::{Group, GroupLayout};
@@ -152,14 +153,20 @@ impl Engine {
         Ok(time)
     }
 
-    /// What a rank's output of a layer holds.
+    /// Elements `place` of a rank's output of a layer.
     ///
     /// # Errors
     /// Those of the machine.
-    pub fn output(&self, layer: usize, rank: usize) -> Result<Vec<f32>> {
-        let mut values = self.ranks[rank].outputs[layer].to_vec()?;
-        values.truncate(self.layout.packed_elems() as usize);
+    pub fn output(&self, layer: usize, rank: usize, place: Range<u64>) -> Result<Vec<f32>> {
+        let mut values = vec![0.0; (place.end - place.start) as usize];
+        let first = DevicePtr(self.ranks[rank].outputs[layer].address().0 + 4 * place.start);
+        self.gpu().download(first, cast_slice_mut(&mut values))?;
         Ok(values)
+    }
+
+    /// Bytes that a rank keeps of a layer's forward.
+    pub fn kept_bytes(layout: &GroupLayout) -> u64 {
+        Compute::new(layout).kept_elems() * ELEM_BYTES
     }
 
     /// What is and was allocated.
@@ -389,7 +396,7 @@ impl RankState {
             outputs: many(layers, (4 * layout.packed_elems()).max(OUTPUT_BYTES_MIN))?,
             data: DeviceBuffer::from_slice(gpu, device, &data)?,
             states: many(layers + 1, STATE_ELEMS * ELEM_BYTES)?,
-            kept: many(kept, compute.kept_elems() * ELEM_BYTES)?,
+            kept: many(kept, Engine::kept_bytes(layout))?,
         })
     }
 }

@@ -16,7 +16,7 @@ pub use bounds::paper_layer_share;
 
 use anyhow::{Context, Result};
 use tide_gpu::layout::GroupLayout;
-use tide_gpu::plan::{Mode, ReduceScatterOptions, Topology};
+use tide_gpu::plan::{Mode, ReduceScatterOptions, ReduceScatterPlan, Topology};
 use tide_gpu::{Communicator, CommunicatorOptions};
 use xxhash_rust::xxh3::Xxh3Default;
 
@@ -29,7 +29,7 @@ use crate::run::{plan_reduce, reduce_options};
 use crate::tensors::Workload;
 use crate::{memory, save};
 use bounds::{Bounds, Stock};
-use check::Reference;
+use check::{Layer, Reference};
 use data::Source;
 use engine::{Engine, Settings};
 use report::{Facts, Step};
@@ -50,7 +50,9 @@ pub fn replay(arguments: &ReplayArgs) -> Result<bool> {
     let options = CommunicatorOptions { path: arguments.path.into(), ..Default::default() };
     let bounds = Bounds::new(&plan, &layout, options.context_count);
     if machine == Machine::Sim {
-        memory::check(needed_bytes(&layout, &bounds, &settings), arguments.source.preset.as_deref())?;
+        let check = if arguments.no_check { 0 } else { Reference::bytes(&layout) };
+        let needed = needed_bytes(&layout, &plan, &bounds, &settings).saturating_add(check);
+        memory::check(needed, arguments.source.preset.as_deref())?;
     }
 
     let voice = Voice::beside(arguments.json.as_deref());
@@ -97,11 +99,14 @@ fn settings(arguments: &ReplayArgs, topology: Topology) -> Result<(Workload, Set
 }
 
 /// About what all ranks of the simulated machine take together, and the host's check of a step.
-fn needed_bytes(layout: &GroupLayout, bounds: &Bounds, settings: &Settings) -> u64 {
+fn needed_bytes(layout: &GroupLayout, plan: &ReduceScatterPlan, bounds: &Bounds, settings: &Settings) -> u64 {
     let layers = settings.layers as u64;
-    // Bounds hold the gradients of other layers; those of one layer, and shards and sums of all, come on top.
-    let rank = bounds.layer + layout.landing_bytes() + layers * (layout.shard_bytes() + 4 * layout.packed_elems());
-    layout.rank_count().saturating_mul(rank).saturating_add(layers.saturating_mul(6 * layout.landing_bytes()))
+    let gradients = bounds.held_gradients + layout.landing_bytes();
+    // Resident shards and sums of all layers.
+    let lasting = layers * (layout.shard_bytes() + 4 * layout.packed_elems());
+    let kept = if settings.checkpoint { 1 } else { layers } * Engine::kept_bytes(layout);
+    let rank = bounds.ring + plan.memory.total_bytes() + gradients + lasting + kept;
+    layout.rank_count().saturating_mul(rank)
 }
 
 fn run(mut engine: Engine, settings: &Settings, facts: &Facts, arguments: &ReplayArgs) -> Result<Vec<Step>> {
@@ -110,18 +115,16 @@ fn run(mut engine: Engine, settings: &Settings, facts: &Facts, arguments: &Repla
     let mut steps = Vec::new();
     for index in 0..u64::from(arguments.steps) {
         let time = engine.step()?;
-        let reference = (!arguments.no_check).then(|| {
-            let (layout, layers) = (engine.layout(), settings.layers);
-            Reference::new(&settings.source, layout, layers, index, settings.micro_steps, settings.alpha)
-        });
+        let mut reference = (!arguments.no_check)
+            .then(|| Reference::new(&settings.source, engine.layout(), index, settings.micro_steps, settings.alpha));
         let (mut digest, mut wrong) = (Xxh3Default::new(), reference.as_ref().map(|_| 0));
         for layer in 0..settings.layers {
-            for rank in 0..engine.layout().rank_count() {
-                let packed = engine.output(layer, rank as usize)?;
+            for rank in 0..engine.layout().rank_count() as usize {
+                let packed = engine.output(layer, rank, 0..engine.layout().packed_elems())?;
                 packed.iter().for_each(|value| digest.update(&value.to_le_bytes()));
-                if let (Some(reference), Some(wrong)) = (&reference, &mut wrong) {
-                    *wrong += reference.wrong(engine.layout(), layer, rank, &packed);
-                }
+            }
+            if let (Some(reference), Some(wrong)) = (&mut reference, &mut wrong) {
+                *wrong += wrong_elems(&engine, layer, reference.next_layer())?;
             }
         }
         let digest = format!("{:032x}", digest.digest128());
@@ -129,4 +132,17 @@ fn run(mut engine: Engine, settings: &Settings, facts: &Facts, arguments: &Repla
         progress.step();
     }
     Ok(steps)
+}
+
+/// How many elements of all ranks' shards of a layer are wrong.
+fn wrong_elems(engine: &Engine, layer: usize, mut expected: Layer<'_>) -> Result<u64> {
+    let mut wrong = 0;
+    for (index, p) in engine.layout().parameters().iter().enumerate() {
+        let sums = expected.sums(index);
+        for rank in 0..engine.layout().rank_count() {
+            let place = p.packed_offset_elems..p.packed_offset_elems + p.shard_elems;
+            wrong += sums.wrong(p, rank, &engine.output(layer, rank as usize, place)?);
+        }
+    }
+    Ok(wrong)
 }
