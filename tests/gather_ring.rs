@@ -6,12 +6,12 @@ use common::{assert_close, group, int_fill, normal, reference};
 use half::bf16;
 use std::sync::Arc;
 use tide_gpu::gpu::sim::{SimGpu, SimOptions};
-use tide_gpu::gpu::{Copy2d, DeviceBuffer, DevicePtr, Event, Gpu, Priority};
+use tide_gpu::gpu::{Copy2d, DeviceBuffer, DevicePtr, Event, Gpu, MemoryWait, Priority};
 use tide_gpu::layout::Dtype;
 use tide_gpu::plan::{Mode, ReduceScatterOptions, Topology};
 use tide_gpu::{
-    Communicator, CommunicatorOptions, GatherGroup, GatherRing, GradientDtype, Path, RankGather, RankGradients,
-    RankSources, ReduceScatter, RingOptions, Scale, TideError,
+    AllGather, AllGatherOptions, Communicator, CommunicatorOptions, GatherGroup, GatherRing, GradientDtype, Path,
+    RankGather, RankGradients, RankSources, ReduceScatter, RingOptions, Scale, TideError,
 };
 
 const PATHS: [Path; 2] = [Path::Device, Path::Host];
@@ -21,7 +21,8 @@ fn communicator(m: u32, l: u32, path: Path, seed: u64) -> Communicator {
     sim.machine.seed = seed;
     sim.eager_steps_max = [0, 8, 64][seed as usize % 3];
     let gpu: Arc<dyn Gpu> = SimGpu::new(sim);
-    let options = CommunicatorOptions { path, stripe_bytes: 256, ..Default::default() };
+    let (stripe_bytes, context_count) = ([256, 64, 16][seed as usize / 2 % 3], [4, 1, 3][seed as usize / 5 % 3]);
+    let options = CommunicatorOptions { path, stripe_bytes, context_count, ..Default::default() };
     Communicator::new(gpu, Topology::new(m, l).unwrap(), options).unwrap()
 }
 
@@ -64,8 +65,14 @@ fn an_occupied_slot_is_refused_until_it_is_released() {
 /// between a gather and its release is the group's, whole.
 #[test]
 fn groups_of_a_ring_do_not_overwrite_each_other() {
-    let shapes =
-        [vec![vec![7_u64, 5], vec![3]], vec![vec![40, 2]], vec![vec![1, 9]], vec![vec![64], vec![2, 2], vec![5, 3]]];
+    // One is many times as large as the others and one is empty: all share the signals of the rails.
+    let shapes = [
+        vec![vec![7_u64, 5], vec![3]],
+        vec![vec![400, 9]],
+        vec![vec![1, 9]],
+        vec![vec![64], vec![2, 2], vec![5, 3]],
+        vec![vec![0, 3]],
+    ];
     for (m, l) in [(1, 2), (3, 2), (5, 1), (4, 2)] {
         for path in PATHS {
             for seed in 0..12 {
@@ -95,7 +102,7 @@ fn groups_of_a_ring_do_not_overwrite_each_other() {
                 let streams: Vec<_> =
                     comm.topology().ranks().map(|_| gpu.create_stream(0, Priority::Normal).unwrap()).collect();
                 let mut results = Vec::new();
-                let order = [0, 1, 2, 3, 2, 1, 0, 1, 2, 3];
+                let order = [0, 1, 4, 2, 3, 2, 4, 1, 0, 1, 2, 3];
                 for g in order {
                     let events = ring.gather(g, &ranks).unwrap();
                     let mut after = Vec::new();
@@ -232,4 +239,88 @@ fn a_null_address_is_no_slot() {
     let ring = GatherRing::new(&comm, &[cast], RingOptions::default()).unwrap();
     assert_eq!(ring.shard(0, common::rank(0), 0), None, "a cast has no resident shard");
     assert_ne!(ring.parameter(0, common::rank(0), 0).address, DevicePtr::NULL);
+}
+
+/// A tiny group, then a large one, with the options that a user has who sets none.
+#[test]
+fn a_tiny_group_before_a_large_one_leaves_no_signal_behind() {
+    for path in PATHS {
+        let gpu: Arc<dyn Gpu> = SimGpu::new(SimOptions::default());
+        let options = CommunicatorOptions { path, ..Default::default() };
+        let comm = Communicator::new(gpu, Topology::new(2, 1).unwrap(), options).unwrap();
+        let shapes = [vec![vec![8_u64, 4]], vec![vec![2048, 1536]]];
+        let mut ring = GatherRing::new(&comm, &groups(&shapes), RingOptions::default()).unwrap();
+        for group in [0, 1, 0, 1] {
+            ring.gather(group, &vec![RankGather::default(); 2]).unwrap();
+            ring.release(group, &[None, None]).unwrap();
+        }
+        comm.synchronize().unwrap_or_else(|error| panic!("{path:?}: {error}"));
+    }
+}
+
+#[test]
+fn a_refused_gather_does_not_give_the_landing_away() {
+    for seed in 0..12 {
+        let comm = communicator(2, 2, Path::Device, seed);
+        let gpu = Arc::clone(comm.gpu());
+        let group = group(&[vec![16, 8]], Dtype::Bf16);
+        let mut gather = AllGather::new(&comm, &group, AllGatherOptions::default()).unwrap();
+        let shards: Vec<_> = comm.topology().ranks().map(|rank| gather.shard(rank, 0)).collect();
+        shards.iter().for_each(|shard| gpu.upload(shard.address, &vec![1; shard.bytes as usize]).unwrap());
+        let events = gather.enqueue(&vec![RankGather::default(); 4]).unwrap();
+        // Its user reads the landing late; a call that is refused meanwhile must not make the next one come sooner.
+        let mut copies = Vec::new();
+        let mut next = Vec::new();
+        for (rank, event) in comm.topology().ranks().zip(events) {
+            let (user, landing) = (gpu.create_stream(0, Priority::Normal).unwrap(), gather.landing(rank, 0));
+            let out = DeviceBuffer::new(&gpu, 0, landing.bytes).unwrap();
+            gpu.wait_event(user, event.done).unwrap();
+            gpu.copy(user, &Copy2d::flat(out.address(), landing.address, landing.bytes)).unwrap();
+            next.push(RankGather { masters: Vec::new(), ready: Some(gpu.record(user).unwrap()) });
+            copies.push(out);
+        }
+        assert!(gather.enqueue(&next[..3]).is_err());
+        comm.synchronize().unwrap();
+        shards.iter().for_each(|shard| gpu.upload(shard.address, &vec![2; shard.bytes as usize]).unwrap());
+        gather.enqueue(&next).unwrap();
+        comm.synchronize().unwrap();
+        for copy in &copies {
+            assert!(copy.to_vec::<u8>().unwrap().iter().all(|byte| *byte == 1), "seed {seed}");
+        }
+    }
+}
+
+/// Masters that move from call to call: nothing waits for the host, though each call has a table of its own.
+#[test]
+fn casts_of_masters_that_move_are_enqueued_back_to_back() {
+    let comm = communicator(2, 1, Path::Device, 1);
+    let gpu = Arc::clone(comm.gpu());
+    let shapes = [vec![vec![8_u64, 4]]];
+    let groups: Vec<_> = groups(&shapes).into_iter().map(|g| GatherGroup { cast: true, ..g }).collect();
+    let mut ring = GatherRing::new(&comm, &groups, RingOptions::default()).unwrap();
+    let gate = DeviceBuffer::from_slice(&gpu, 0, &[0_u64]).unwrap();
+    let held = gpu.create_stream(0, Priority::Normal).unwrap();
+    let tag = bytemuck::Zeroable::zeroed();
+    let wait = MemoryWait { address: gate.address(), value: 1, timeout_ns: 1 << 50, tag };
+    gpu.wait_value(held, &wait).unwrap();
+    let shut = Some(gpu.record(held).unwrap());
+    let mut masters = Vec::new();
+    for call in 0..4_u16 {
+        let ranks: Vec<RankGather> = (0..2)
+            .map(|_| {
+                let master = DeviceBuffer::from_slice(&gpu, 0, &[f32::from(call); 16]).unwrap();
+                let slice = master.slice();
+                masters.push(master);
+                RankGather { masters: vec![slice], ready: shut }
+            })
+            .collect();
+        ring.gather(0, &ranks).unwrap();
+        ring.release(0, &[None, None]).unwrap();
+    }
+    gpu.upload(gate.address(), &1_u64.to_le_bytes()).unwrap();
+    comm.synchronize().unwrap();
+    let place = ring.parameter(0, comm.topology().ranks().next().unwrap(), 0);
+    let mut got = vec![0; place.bytes as usize];
+    gpu.download(place.address, &mut got).unwrap();
+    assert!(bytemuck::cast_slice::<u8, bf16>(&got).iter().all(|v| v.to_f32() == 3.0));
 }

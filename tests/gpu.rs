@@ -493,12 +493,12 @@ mod on_gpu {
         let arrival = NetArrival {
             peer: 1,
             signal: 3,
+            contexts: 1,
             lead_signal: NO_SIGNAL,
+            lead_contexts: 0,
             pace_peer: 0,
             pace_signal: NO_SIGNAL,
             reserved: 0,
-            lead_bytes: 0,
-            bytes: 0,
         };
         let arrival = DeviceBuffer::from_slice(&gpu, 0, &[arrival]).unwrap();
         let rank = NetRank {

@@ -65,6 +65,8 @@ impl AllGather {
     /// # Errors
     /// As [`GatherRing::gather`].
     pub fn enqueue(&mut self, ranks: &[RankGather]) -> Result<Vec<RankEvents>> {
+        // Refused before the landing counts as released: else the next call would not wait for its user.
+        self.ring.check_gather(0, ranks)?;
         if self.ring.occupant(0).is_some() {
             let ready: Vec<_> = ranks.iter().map(|r| r.ready).collect();
             self.ring.release(0, &ready)?;

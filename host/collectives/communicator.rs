@@ -13,6 +13,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tide_device::abi::params::Deadline;
+use tide_device::kernels::net::active_contexts;
 
 /// How a communicator works.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -208,6 +209,11 @@ impl Communicator {
     pub fn all_gather_bytes(&self, label: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let exchange = self.shared.fabric.exchange();
         exchange.lock().unwrap_or_else(PoisonError::into_inner).all_gather(label, bytes)
+    }
+
+    /// Contexts that carry a transfer of `bytes`, and signal it.
+    pub(super) fn contexts_of(&self, bytes: u64) -> u32 {
+        active_contexts(bytes, self.options().stripe_bytes, self.options().context_count)
     }
 
     pub(super) fn timeout_ns(&self) -> u64 {

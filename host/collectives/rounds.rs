@@ -232,7 +232,7 @@ impl Rounds {
                     self.net.wait(stream, rank, to, pace, tag(WaitKind::Pace))?;
                 }
                 let source_offset = params.source_offset(put);
-                let lead = (put.lead_bytes > 0).then_some((0, put.lead_bytes, SignalKind::Lead, put.lead_signal));
+                let lead = (put.lead_contexts > 0).then_some((0, put.lead_bytes, SignalKind::Lead, put.lead_signal));
                 let rest = (put.lead_bytes, put.bytes, SignalKind::Data, put.signal);
                 for (first, end, kind, word) in lead.into_iter().chain([rest]) {
                     let [apart, rest] = put.pieces(source_offset, first, end - first);
@@ -248,7 +248,7 @@ impl Rounds {
                 let from = Node(arrival.peer);
                 let tag = self.tag(rank, from, round, call.epoch, WaitKind::Arrival);
                 let signal = |kind, word| HostSignal { kind, word, value: call.sequence };
-                if arrival.lead_bytes > 0 {
+                if arrival.lead_contexts > 0 {
                     self.net.wait(stream, rank, from, signal(SignalKind::Lead, arrival.lead_signal), tag)?;
                 }
                 if arrival.pace_signal != NO_SIGNAL {

@@ -465,12 +465,14 @@ impl Gpu for SimGpu {
     }
 
     fn upload(&self, destination: DevicePtr, bytes: &[u8]) -> Result<()> {
-        let inner = self.lock();
+        let mut inner = self.lock();
         if !inner.scheduler.memory().is_valid(destination.0, bytes.len() as u64) {
             return Err(driver_error("upload", inner.scheduler.memory().describe(destination.0, bytes.len() as u64)));
         }
         // SAFETY: in a live allocation, as just checked; the lock keeps the device still.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), destination.0 as *mut u8, bytes.len()) };
+        // A stream may wait for a word of it.
+        inner.completions += 1;
         Ok(())
     }
 

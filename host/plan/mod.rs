@@ -40,6 +40,9 @@ pub const SUB_SLICE_ALIGN_ELEMS: u64 = 32;
 /// The most passes of a plan; the exhaustive validation covers them all [TIDE App. D].
 pub const PASS_COUNT_MAX: u32 = 4;
 
+/// The most CTAs of a kernel: more than any GPU holds at once.
+pub const CTA_COUNT_MAX: u32 = 4096;
+
 /// The size of a staging slot where the options name none: 32 MiB, in bytes.
 pub const CHUNK_BYTES_DEFAULT: u64 = 32 << 20;
 
@@ -95,10 +98,10 @@ pub enum PlanError {
     PassCount { found: u32 },
     #[error("staging slot count 0: Level 1 needs at least one staging slot")]
     StagingSlotCount,
-    #[error("sum CTA count 0: Level 1 needs at least one CTA")]
-    SumCtaCount,
-    #[error("landing CTA count 0: a landing needs at least one CTA")]
-    LandCtaCount,
+    #[error("sum CTA count {found}: Level 1 takes 1 to {CTA_COUNT_MAX} CTAs")]
+    SumCtaCount { found: u32 },
+    #[error("landing CTA count {found}: a landing takes 1 to {CTA_COUNT_MAX} CTAs")]
+    LandCtaCount { found: u32 },
     #[error("chunk size {found} bytes: the smallest staging slot here takes {min} bytes")]
     ChunkBytes { found: u64, min: u64 },
     #[error("gradients of {found} bytes an element: they must have 2 or 4")]
@@ -320,11 +323,11 @@ impl ReduceScatterPlan {
         if options.staging_slot_count == 0 {
             return Err(PlanError::StagingSlotCount);
         }
-        if options.sum_cta_count == 0 {
-            return Err(PlanError::SumCtaCount);
+        if !(1..=CTA_COUNT_MAX).contains(&options.sum_cta_count) {
+            return Err(PlanError::SumCtaCount { found: options.sum_cta_count });
         }
-        if options.land_cta_count == 0 {
-            return Err(PlanError::LandCtaCount);
+        if !(1..=CTA_COUNT_MAX).contains(&options.land_cta_count) {
+            return Err(PlanError::LandCtaCount { found: options.land_cta_count });
         }
         let wave_width = options.wave_width.unwrap_or(topology.local_rank_count());
         let round_width =
@@ -548,7 +551,10 @@ mod tests {
         assert_eq!(refuse(ReduceScatterOptions { pass_count: 0, ..base() }), PlanError::PassCount { found: 0 });
         assert_eq!(refuse(ReduceScatterOptions { pass_count: 5, ..base() }), PlanError::PassCount { found: 5 });
         assert_eq!(refuse(ReduceScatterOptions { staging_slot_count: 0, ..base() }), PlanError::StagingSlotCount);
-        assert_eq!(refuse(ReduceScatterOptions { sum_cta_count: 0, ..base() }), PlanError::SumCtaCount);
+        assert_eq!(refuse(ReduceScatterOptions { sum_cta_count: 0, ..base() }), PlanError::SumCtaCount { found: 0 });
+        let too_many = CTA_COUNT_MAX + 1;
+        let refused = refuse(ReduceScatterOptions { sum_cta_count: too_many, ..base() });
+        assert_eq!(refused, PlanError::SumCtaCount { found: too_many });
         assert_eq!(refuse(ReduceScatterOptions { land_cta_count: 0, ..base() }), PlanError::LandCtaCount);
         assert_eq!(refuse(ReduceScatterOptions { round_width: Some(0), ..base() }), PlanError::RoundWidth);
         let width = PlanError::WaveWidth { found: 5, local_rank_count: 4 };

@@ -153,18 +153,22 @@ pub const NO_SIGNAL: u32 = u32::MAX;
 pub struct NetPut {
     /// Node of the rail peer.
     pub peer: u32,
-    /// First data signal at the peer; context `x` uses `signal + x`. [`NO_SIGNAL`] where more of the transfer follows; what
-    /// signals is its largest part, so that it reaches every context that carried any.
+    /// First data signal at the peer; context `x` uses `signal + x`. [`NO_SIGNAL`] where more of the transfer follows.
     pub signal: u32,
     /// Credit signal here that the peer raises.
     pub credit: u32,
     /// By how much the peer's credits run ahead: 1 where the area is free before the first call.
     pub credit_ahead: u32,
-    /// First lead signal at the peer; not used where there is no lead.
+    /// First lead signal at the peer.
     pub lead_signal: u32,
     /// Signal here that says that the peer is ready for this round, or [`NO_SIGNAL`].
     pub pace: u32,
-    /// Bytes of the lead, a multiple of 16.
+    /// Contexts that carry the transfer, at least 1, and signal its end: all of them, also where it is too small to have a stripe
+    /// for each. They are the same in every transfer that counts by the same signals, and in every part of one.
+    pub contexts: u32,
+    /// Contexts that carry the lead and signal its end; 0 where there is none.
+    pub lead_contexts: u32,
+    /// Bytes of the lead, a multiple of 16. There can be a lead of none.
     pub lead_bytes: u64,
     /// Byte offset of the source in this rank's arena: of the ring of blocks that it is one of, if it is.
     pub source_offset: u64,
@@ -180,7 +184,7 @@ pub struct NetPut {
     pub bytes: u64,
 }
 
-assert_layout!(NetPut, size 80, peer at 0, lead_signal at 16, lead_bytes at 24, source_block at 40, bytes at 72);
+assert_layout!(NetPut, size 88, peer at 0, lead_signal at 16, contexts at 24, lead_bytes at 32, source_block at 48, bytes at 80);
 
 /// A piece of a transfer that lies in one run at its source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -220,21 +224,21 @@ pub struct NetArrival {
     pub peer: u32,
     /// First data signal here; context `x` uses `signal + x`.
     pub signal: u32,
-    /// First lead signal here; not used where there is no lead.
+    /// Contexts that signal the transfer, as in [`NetPut`].
+    pub contexts: u32,
+    /// First lead signal here.
     pub lead_signal: u32,
+    /// Contexts that signal the lead, as in [`NetPut`].
+    pub lead_contexts: u32,
     /// Node of the rail peer that is told once the lead is here; it puts to this rank in the next round.
     pub pace_peer: u32,
     /// The signal there by which it is told, or [`NO_SIGNAL`].
     pub pace_signal: u32,
     /// Zero.
     pub reserved: u32,
-    /// Bytes of the lead.
-    pub lead_bytes: u64,
-    /// Bytes of the put that signals, its lead included: tells which contexts carry a signal.
-    pub bytes: u64,
 }
 
-assert_layout!(NetArrival, size 40, peer at 0, lead_signal at 8, pace_signal at 16, lead_bytes at 24, bytes at 32);
+assert_layout!(NetArrival, size 32, peer at 0, contexts at 8, lead_contexts at 16, pace_signal at 24);
 
 /// One round: a range of puts and a range of arrivals.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]

@@ -24,7 +24,7 @@ use crate::arch::{atomic, barrier, fence, shared, thread};
 use crate::gin::Gin;
 use crate::wait::{self, Look};
 
-/// Contexts that carry a signal for a transfer of `bytes`: one per stripe, at most all, at least one.
+/// Contexts for a transfer of `bytes`: one per stripe, at most all, at least one.
 pub const fn active_contexts(bytes: u64, stripe_bytes: u64, context_count: u32) -> u32 {
     let stripes = bytes.div_ceil(stripe_bytes);
     if stripes == 0 {
@@ -69,14 +69,12 @@ pub unsafe fn net<G: Gin>(params: *const NetParams) {
             for i in mine(round.arrival_count) {
                 // SAFETY: as above.
                 let arrival = unsafe { *(rank.arrivals as *const NetArrival).add((round.arrival_first + i) as usize) };
-                if arrival.lead_bytes > 0 {
-                    wait_arrival(p, rank, &round, &arrival, arrival.lead_signal, arrival.lead_bytes, gin);
-                }
+                wait_arrival(p, rank, &round, &arrival, arrival.lead_signal, arrival.lead_contexts, gin);
                 if arrival.pace_signal != NO_SIGNAL {
                     // SAFETY: the table names a signal of the peer.
                     unsafe { gin.signal(0, arrival.pace_peer, arrival.pace_signal) };
                 }
-                wait_arrival(p, rank, &round, &arrival, arrival.signal, arrival.bytes - arrival.lead_bytes, gin);
+                wait_arrival(p, rank, &round, &arrival, arrival.signal, arrival.contexts, gin);
             }
             gin.flush();
         }
@@ -105,7 +103,8 @@ fn tag(p: &NetParams, rank: &NetRank, round: &NetRound, peer: u32, kind: WaitKin
     }
 }
 
-/// One put: waits for the peer's leave, then posts the lead and the rest.
+/// One put: waits for the peer's leave, then posts the lead and the rest, in a loop: all of a network's code for a put is
+/// inlined where it is called, so it is called in one place.
 #[inline(always)]
 fn send<G: Gin>(p: &NetParams, rank: &NetRank, round: &NetRound, put: &NetPut, gin: &mut G) {
     let credit = p.sequence.wrapping_sub(u64::from(put.credit_ahead));
@@ -113,10 +112,13 @@ fn send<G: Gin>(p: &NetParams, rank: &NetRank, round: &NetRound, put: &NetPut, g
     if put.pace != NO_SIGNAL {
         wait_signal(p, rank, round, put.peer, WaitKind::Pace, put.pace, p.sequence, gin);
     }
-    if put.lead_bytes > 0 {
-        post(p, put, 0, put.lead_bytes, put.lead_signal, gin);
+    for part in u32::from(put.lead_contexts == 0)..2 {
+        let (first, end, signal, contexts) = match part {
+            0 => (0, put.lead_bytes, put.lead_signal, put.lead_contexts),
+            _ => (put.lead_bytes, put.bytes, put.signal, put.contexts),
+        };
+        post(p, put, first, end - first, signal, contexts, gin);
     }
-    post(p, put, put.lead_bytes, put.bytes - put.lead_bytes, put.signal, gin);
 }
 
 /// Waits until a signal of this rank, which the rail peer on `peer` raises, has reached `expected`.
@@ -146,35 +148,35 @@ fn wait_signal<G: Gin>(
     );
 }
 
-/// Puts bytes `first..first + bytes` of a transfer, in stripes, with their signals.
+/// Puts bytes `first..first + bytes` of a transfer, in stripes, with their signals: on every one of `contexts`, if need be
+/// with a stripe of no bytes.
 #[inline(always)]
-fn post<G: Gin>(p: &NetParams, put: &NetPut, first: u64, bytes: u64, signal: u32, gin: &mut G) {
-    let contexts = active_contexts(bytes, p.stripe_bytes, gin.context_count());
-    let stripes = bytes.div_ceil(p.stripe_bytes).max(1);
+fn post<G: Gin>(p: &NetParams, put: &NetPut, first: u64, bytes: u64, signal: u32, contexts: u32, gin: &mut G) {
+    let stripes = bytes.div_ceil(p.stripe_bytes).max(u64::from(contexts));
     let source_offset = p.source_offset(put);
     for stripe in 0..stripes {
         let context = (stripe % u64::from(contexts)) as u32;
-        let offset = stripe * p.stripe_bytes;
+        let offset = (stripe * p.stripe_bytes).min(bytes);
         let is_last_of_context = stripe + u64::from(contexts) >= stripes;
         let signal = (is_last_of_context && signal != NO_SIGNAL).then(|| signal + context);
         let stripe_bytes = (bytes - offset).min(p.stripe_bytes);
         // A stripe may begin apart and end in the rest.
         let [apart, rest] = put.pieces(source_offset, first + offset, stripe_bytes);
-        // SAFETY: the table's ranges lie in the arenas; the peer's credit was awaited; the source is kept until the
-        // flush at the end of the round.
-        unsafe {
-            if apart.bytes > 0 {
-                let signal = signal.filter(|_| rest.bytes == 0);
-                gin.put(context, put.peer, apart.destination_offset, apart.source_offset, apart.bytes, signal);
-            }
-            if rest.bytes > 0 || stripe_bytes == 0 {
-                gin.put(context, put.peer, rest.destination_offset, rest.source_offset, rest.bytes, signal);
+        // What has neither bytes nor a signal is not posted.
+        let has_rest = rest.bytes > 0 || (stripe_bytes == 0 && signal.is_some());
+        for part in u32::from(apart.bytes == 0)..1 + u32::from(has_rest) {
+            let piece = if part == 0 { apart } else { rest };
+            let signal = signal.filter(|_| part == 1 || !has_rest);
+            // SAFETY: the table's ranges lie in the arenas; the peer's credit was awaited; the source is kept until the
+            // flush at the end of the round.
+            unsafe {
+                gin.put(context, put.peer, piece.destination_offset, piece.source_offset, piece.bytes, signal);
             }
         }
     }
 }
 
-/// Waits for `bytes` of a transfer: for the signal of every context that carries some.
+/// Waits for a transfer: for the signals of all contexts that carry it.
 #[inline(always)]
 fn wait_arrival<G: Gin>(
     p: &NetParams,
@@ -182,10 +184,10 @@ fn wait_arrival<G: Gin>(
     round: &NetRound,
     arrival: &NetArrival,
     signal: u32,
-    bytes: u64,
+    contexts: u32,
     gin: &G,
 ) {
-    for context in 0..active_contexts(bytes, p.stripe_bytes, gin.context_count()) {
+    for context in 0..contexts {
         wait::until(
             rank.deadline,
             WaitScope::System,

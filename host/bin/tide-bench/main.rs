@@ -44,6 +44,9 @@ fn main() -> ExitCode {
         Some(Command::Replay(arguments)) => replay::replay(&arguments),
         Some(Command::Doctor(arguments)) => return ExitCode::from(doctor::report(&arguments)),
     };
+    if let (Ok(_), Some(why)) = (&outcome, report::lost_output()) {
+        return refuse(&format!("the results could not be written: {why}"), failure::BAD_USAGE);
+    }
     match outcome {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(failure::WRONG_DATA),

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 use std::path::Path;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use comfy_table::{CellAlignment, Table, presets::NOTHING};
@@ -215,15 +216,29 @@ impl Voice {
         if json == Some(Path::new("-")) { Self::Stderr } else { Self::Stdout }
     }
 
-    /// Writes `text` as it is. A reader that has gone away is no failure of the run.
+    /// Writes `text` as it is. A reader that has gone away is no failure of the run; any other is kept for
+    /// [`lost_output`].
     pub fn say(self, text: &str) {
         use std::io::Write;
-        let _ = match self {
+        let written = match self {
             Self::Stdout => std::io::stdout().lock().write_all(text.as_bytes()),
             Self::Stderr => std::io::stderr().lock().write_all(text.as_bytes()),
             Self::Silent => Ok(()),
         };
+        if let Err(error) = written
+            && error.kind() != std::io::ErrorKind::BrokenPipe
+        {
+            // The first is the one to tell.
+            let _ = LOST_OUTPUT.set(error.to_string());
+        }
     }
+}
+
+static LOST_OUTPUT: OnceLock<String> = OnceLock::new();
+
+/// Why some of what was said did not come out, if so.
+pub fn lost_output() -> Option<&'static str> {
+    LOST_OUTPUT.get().map(String::as_str)
 }
 
 /// Delivers JSON to a file or, for `-`, to standard output.

@@ -120,7 +120,7 @@ pub fn plan_reduce(
             PlanError::RoundWidth => "--k: ",
             PlanError::PassCount { .. } => "--passes: ",
             PlanError::ChunkBytes { .. } => "--chunk: ",
-            PlanError::SumCtaCount => "--sum-ctas: ",
+            PlanError::SumCtaCount { .. } => "--sum-ctas: ",
             _ => "",
         };
         usage(format!("{option}{error}"))

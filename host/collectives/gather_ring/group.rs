@@ -5,7 +5,7 @@ use crate::arena::{Arena, REGION_ALIGN_BYTES, Region};
 use crate::collectives::rounds::{RankRound, Rounds};
 use crate::collectives::{Communicator, check_fast_path};
 use crate::error::{Result, TideError};
-use crate::gpu::DeviceBuffer;
+use crate::gpu::{DeviceBuffer, Event};
 use crate::layout::{Dtype, GroupLayout};
 use crate::net::Net;
 use crate::plan::{GatherRound, Node, Rank, Topology};
@@ -21,8 +21,16 @@ pub(super) struct GroupState {
     /// Bytes from one stage slot to the next.
     pub(super) slot_bytes: u64,
     pub(super) rounds: Rounds,
-    /// Table of the last cast per rank, kept until the next.
-    pub(super) cast_tables: Vec<Option<(Vec<CastSegment>, DeviceBuffer)>>,
+    /// Per rank: tables of casts that may be in flight, the last one's at the end.
+    pub(super) cast_tables: Vec<Vec<CastTable>>,
+}
+
+/// Where the masters of a cast lie.
+pub(super) struct CastTable {
+    pub(super) segments: Vec<CastSegment>,
+    pub(super) table: DeviceBuffer,
+    /// When the last cast by it has read it.
+    pub(super) read: Event,
 }
 
 /// Lays a group out, if a ring takes it.
@@ -46,6 +54,7 @@ pub(super) fn stage_bytes(layout: &GroupLayout, cast: bool, node_count: u32) -> 
 }
 
 impl GroupState {
+    /// `slot_bytes_max` is that of the largest group.
     pub(super) fn new(
         comm: &Communicator,
         (arena, net): (&Arena, &Arc<dyn Net>),
@@ -53,21 +62,22 @@ impl GroupState {
         gather_rounds: &[GatherRound],
         layout: GroupLayout,
         shards: Option<Region>,
-        (ring_slot, options): (usize, RingOptions),
+        (ring_slot, options, slot_bytes_max): (usize, RingOptions, u64),
     ) -> Result<Self> {
         let places = Places {
             regions,
             shards,
+            comm,
             slot_bytes: slot_bytes(&layout),
+            slot_bytes_max,
             node_count: comm.topology().node_count(),
             round_count: gather_rounds.len() as u32,
-            context_count: comm.options().context_count,
             lead_bytes_total: options.lead_bytes_total,
         };
         let (rounds, credits) = network_tables(comm, gather_rounds, &places);
         let progress = |rank: Rank| arena.signal(rank, regions.progress.signal(0)).0;
         let rounds = Rounds::new(comm, net, Operation::AllGather, rounds, credits, progress)?;
-        let cast_tables = comm.driven().iter().map(|_| None).collect();
+        let cast_tables = comm.driven().iter().map(|_| Vec::new()).collect();
         Ok(Self { slot_bytes: places.slot_bytes, layout, ring_slot, shards, rounds, cast_tables })
     }
 
@@ -87,12 +97,14 @@ fn stage_slot(regions: &Regions, shards: Option<Region>, slot_bytes: u64, slot: 
 
 /// Where a group's stage slots lie.
 struct Places<'a> {
+    comm: &'a Communicator,
     regions: &'a Regions,
     shards: Option<Region>,
     slot_bytes: u64,
+    /// Of the largest group: all groups share the signals, so that all signal on as many contexts as it does.
+    slot_bytes_max: u64,
     node_count: u32,
     round_count: u32,
-    context_count: u32,
     /// 0 for rounds that are not paced.
     lead_bytes_total: u64,
 }
@@ -122,6 +134,8 @@ impl Places<'_> {
             credit_ahead: 1,
             lead_signal: self.lead_signal(round.index),
             pace: if is_paced { self.regions.pace.signal(round.index) } else { NO_SIGNAL },
+            contexts: self.contexts(round),
+            lead_contexts: self.lead_contexts(round),
             lead_bytes: self.lead_bytes(round),
             source_offset,
             source_block: 0,
@@ -139,12 +153,12 @@ impl Places<'_> {
         NetArrival {
             peer: source.0,
             signal: self.data(source),
+            contexts: self.contexts(round),
             lead_signal: self.lead_signal(round.index),
+            lead_contexts: self.lead_contexts(round),
             pace_peer: paced.map_or(0, |next| next.source(self.node_count, node).0),
             pace_signal: paced.map_or(NO_SIGNAL, |next| self.regions.pace.signal(next.index)),
             reserved: 0,
-            lead_bytes: self.lead_bytes(round),
-            bytes: self.bytes(round),
         }
     }
 
@@ -153,25 +167,44 @@ impl Places<'_> {
     }
 
     fn data(&self, source: Node) -> u32 {
-        self.regions.data.signal(source.0 * self.context_count)
+        self.regions.data.signal(source.0 * self.comm.options().context_count)
+    }
+
+    /// Contexts of what follows the lead.
+    fn contexts(&self, round: &GatherRound) -> u32 {
+        let bytes = u64::from(round.slots) * self.slot_bytes_max;
+        self.comm.contexts_of(bytes - self.lead_bytes_of(round, bytes))
+    }
+
+    fn lead_contexts(&self, round: &GatherRound) -> u32 {
+        let bytes = u64::from(round.slots) * self.slot_bytes_max;
+        if self.is_led(round) { self.comm.contexts_of(self.lead_bytes_of(round, bytes)) } else { 0 }
     }
 
     fn is_paced(&self) -> bool {
         self.lead_bytes_total > 0
     }
 
-    /// The leads of all rounds but the last, which lets nobody go on, are equal and add up to the total at most.
+    /// The last round lets nobody go on.
+    fn is_led(&self, round: &GatherRound) -> bool {
+        self.is_paced() && round.index + 1 < self.round_count
+    }
+
     fn lead_bytes(&self, round: &GatherRound) -> u64 {
-        let paced_rounds = u64::from(self.round_count.saturating_sub(1));
-        if u64::from(round.index) >= paced_rounds {
+        self.lead_bytes_of(round, self.bytes(round))
+    }
+
+    /// The lead of a round of `bytes`: the leads of all rounds are equal and add up to the total at most.
+    fn lead_bytes_of(&self, round: &GatherRound, bytes: u64) -> u64 {
+        if !self.is_led(round) {
             return 0;
         }
-        let lead = self.lead_bytes_total / paced_rounds;
-        (lead - lead % 16).min(self.bytes(round))
+        let lead = self.lead_bytes_total / u64::from(self.round_count - 1);
+        (lead - lead % 16).min(bytes)
     }
 
     fn lead_signal(&self, round: u32) -> u32 {
-        self.regions.lead.signal(round * self.context_count)
+        self.regions.lead.signal(round * self.comm.options().context_count)
     }
 }
 

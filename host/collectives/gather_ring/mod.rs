@@ -36,7 +36,7 @@ use crate::layout::{Group, GroupLayout};
 use crate::net::Path;
 use crate::plan::all_gather::{gather_rounds, scatter_copies, slot_node};
 use crate::plan::{GatherRound, Rank, Topology};
-use group::GroupState;
+use group::{CastTable, GroupState};
 use std::sync::Arc;
 use tide_device::abi::fault::{Operation, WaitKind};
 use tide_device::abi::kernel::Kernel;
@@ -184,6 +184,7 @@ impl GatherRing {
             facts.push(&format!("group {index}"), format_args!("{:016x}, cast {}", g.group.signature(), g.cast));
         }
         let (arena, net) = comm.install("gather ring", &facts, arena_layout)?;
+        let slot_bytes_max = layouts.iter().map(group::slot_bytes).max().unwrap_or(0);
         let mut states = Vec::new();
         for (index, (layout, shards)) in layouts.into_iter().zip(shards).enumerate() {
             states.push(GroupState::new(
@@ -193,7 +194,7 @@ impl GatherRing {
                 &gather_rounds,
                 layout,
                 shards,
-                (index % slot_count, options),
+                (index % slot_count, options, slot_bytes_max),
             )?);
         }
         let (mut streams, mut net_streams) = (Vec::new(), Vec::new());
@@ -293,7 +294,6 @@ impl GatherRing {
     /// [`TideError::Usage`] for a slot that is occupied, for wrong counts, sizes or alignments, before anything is enqueued;
     /// [`TideError::Poisoned`]; what the driver refuses.
     pub fn gather(&mut self, group: usize, ranks: &[RankGather]) -> Result<Vec<RankEvents>> {
-        self.comm.check()?;
         self.check_gather(group, ranks)?;
         self.check_vacant(group)?;
         self.descriptor_count = 0;
@@ -316,8 +316,9 @@ impl GatherRing {
     /// Vacates the slot that a group occupies: it may be overwritten after these events, one per rank.
     ///
     /// # Errors
-    /// [`TideError::Usage`] if the group does not occupy its slot, or for a wrong count.
+    /// [`TideError::Usage`] if the group does not occupy its slot, or for a wrong count; [`TideError::Poisoned`].
     pub fn release(&mut self, group: usize, after: &[Option<Event>]) -> Result<()> {
+        self.comm.check()?;
         check_rank_count(after.len(), self.comm.driven())?;
         let index = self.check_group(group)?;
         let slot = &mut self.slots[index];
@@ -402,7 +403,9 @@ impl GatherRing {
         }
     }
 
-    fn check_gather(&self, group: usize, ranks: &[RankGather]) -> Result<()> {
+    /// Refuses arguments of a gather, whoever occupies its slot.
+    pub(super) fn check_gather(&self, group: usize, ranks: &[RankGather]) -> Result<()> {
+        self.comm.check()?;
         self.check_group(group)?;
         check_rank_count(ranks.len(), self.comm.driven())?;
         let state = &self.groups[group];
@@ -448,16 +451,18 @@ impl GatherRing {
                 packed_first: p.packed_offset_elems,
             })
             .collect();
-        let kept = &mut state.cast_tables[self.comm.index(rank)];
-        if kept.as_ref().is_none_or(|(held, _)| *held != segments) {
-            // The table that a call in flight reads must not go: wait for it. Masters rarely move.
-            if kept.is_some() {
-                self.comm.synchronize()?;
-            }
-            let table = DeviceBuffer::from_slice(self.comm.gpu(), self.comm.device_of(rank), &segments)?;
-            *kept = Some((segments, table));
+        let gpu = self.comm.gpu();
+        let tables = &mut state.cast_tables[self.comm.index(rank)];
+        if tables.last().is_none_or(|last| last.segments != segments) {
+            // A table that a call in flight reads must not go.
+            let mut is_read = |table: &CastTable| gpu.is_complete(table.read).map(|complete| !complete).unwrap_or(true);
+            tables.retain(&mut is_read);
         }
-        let Some((segments, table)) = kept else { return Ok(()) };
+        let reused = tables.iter().position(|table| table.segments == segments).map(|at| tables.remove(at).table);
+        let table = match reused {
+            Some(table) => table,
+            None => DeviceBuffer::from_slice(gpu, self.comm.device_of(rank), &segments)?,
+        };
         let params = CastParams {
             segments: table.address().0,
             segment_count: segments.len() as u64,
@@ -466,8 +471,10 @@ impl GatherRing {
         let block = self.comm.gpu().properties(self.comm.device_of(rank)).shape.plain_threads;
         let params = bytemuck::bytes_of(&params);
         let launch = Launch { kernel: Kernel::Cast, grid: CAST_CTAS, block, cluster: 1, shared_bytes: 0, params };
-        // SAFETY: the table is kept until the next cast, masters until `read` by the caller, as checked.
-        unsafe { self.comm.gpu().launch(stream, &launch) }
+        // SAFETY: the table is kept until it is read, masters until `read` by the caller, as checked.
+        unsafe { gpu.launch(stream, &launch) }?;
+        tables.push(CastTable { segments, table, read: gpu.record(stream)? });
+        Ok(())
     }
 
     /// Scatters the rank's own shard once all local landings are free.

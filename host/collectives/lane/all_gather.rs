@@ -85,7 +85,7 @@ impl LaneAllGather {
         let rows = rows(&layout, &ways, &regions);
         let rounds_of = |rank: Rank| {
             let node = topology.node_of(rank);
-            gather_rounds.iter().map(|round| rank_round(m, node, round, &rows, &regions, context_count)).collect()
+            gather_rounds.iter().map(|round| rank_round(comm, node, round, &rows, &regions)).collect()
         };
         let credits_of = |rank: Rank| {
             let node = topology.node_of(rank);
@@ -251,18 +251,14 @@ fn rows(layout: &GroupLayout, ways: &LaneWays, regions: &Regions) -> Vec<LaneRow
     direct.chain((ways.stage_row_bytes > 0).then(|| stage_row(ways.stage_row_bytes))).collect()
 }
 
-fn rank_round(
-    node_count: u32,
-    node: Node,
-    round: &GatherRound,
-    rows: &[LaneRow],
-    regions: &Regions,
-    context_count: u32,
-) -> RankRound {
+fn rank_round(comm: &Communicator, node: Node, round: &GatherRound, rows: &[LaneRow], regions: &Regions) -> RankRound {
+    let (node_count, context_count) = (comm.topology().node_count(), comm.options().context_count);
     let (target, source) = (round.target(node_count, node), round.source(node_count, node));
     let data = |from: Node| regions.data.signal(from.0 * context_count);
     let pieces = sent_pieces(node_count, node, round, rows);
     let last = pieces.len() - 1;
+    // The last piece is the largest.
+    let contexts = comm.contexts_of(pieces[last].1);
     let put = |(index, (offset, bytes)): (usize, (u64, u64))| NetPut {
         peer: target.0,
         signal: if index == last { data(node) } else { NO_SIGNAL },
@@ -272,6 +268,8 @@ fn rank_round(
         source_block: 0,
         lead_signal: NO_SIGNAL,
         pace: NO_SIGNAL,
+        contexts,
+        lead_contexts: 0,
         lead_bytes: 0,
         apart_offset: 0,
         apart_bytes: 0,
@@ -283,12 +281,12 @@ fn rank_round(
     let arrivals = vec![NetArrival {
         peer: source.0,
         signal: data(source),
+        contexts: comm.contexts_of(largest),
         lead_signal: NO_SIGNAL,
+        lead_contexts: 0,
         pace_peer: 0,
         pace_signal: NO_SIGNAL,
         reserved: 0,
-        lead_bytes: 0,
-        bytes: largest,
     }];
     RankRound { puts, arrivals, wave: 0, round: round.index }
 }

@@ -42,7 +42,7 @@ use crate::gpu::{Copy2d, DevicePtr, DeviceSlice, Event, Fill2d, Gpu, Launch, Pri
 use crate::launch::Facts;
 use crate::layout::{Group, GroupLayout};
 use crate::plan::lane::{BANK_COUNT, LaneCut, LaneItem};
-use crate::plan::{Node, Rank, Topology, latin_square};
+use crate::plan::{CTA_COUNT_MAX, Node, Rank, Topology, latin_square};
 use std::sync::Arc;
 use tide_device::abi::fault::Operation;
 use tide_device::abi::kernel::Kernel;
@@ -114,9 +114,10 @@ impl LaneReduceScatter {
         comm.check()?;
         check_lane(comm)?;
         check_fast_path(group)?;
-        if options.part_count == 0 || options.sum_cta_count == 0 || options.land_cta_count == 0 {
+        let is_grid = |count: u32| (1..=CTA_COUNT_MAX).contains(&count);
+        if options.part_count == 0 || !is_grid(options.sum_cta_count) || !is_grid(options.land_cta_count) {
             return Err(TideError::usage(format!(
-                "a lane needs at least one part and one block of each kernel: {options:?}"
+                "a lane needs at least one part, and 1 to {CTA_COUNT_MAX} blocks of each kernel: {options:?}"
             )));
         }
         let topology = comm.topology();
@@ -459,6 +460,7 @@ fn network(
         // Whole blocks, also of a last part that is shorter: every transfer of a pair takes the same contexts, whose signals
         // count transfers.
         let bytes = block_bytes(cut, dtype);
+        let contexts = comm.contexts_of(bytes);
         let put = |contributor: u32| {
             let to = latin_square::destination(m, node, contributor);
             let offset = block_offset(cut, dtype, bank, contributor - remote.start);
@@ -471,6 +473,8 @@ fn network(
                 source_block: 0,
                 lead_signal: NO_SIGNAL,
                 pace: NO_SIGNAL,
+                contexts,
+                lead_contexts: 0,
                 lead_bytes: 0,
                 apart_offset: 0,
                 apart_bytes: 0,
@@ -483,12 +487,12 @@ fn network(
             NetArrival {
                 peer: from.0,
                 signal: data(from),
+                contexts,
                 lead_signal: NO_SIGNAL,
+                lead_contexts: 0,
                 pace_peer: 0,
                 pace_signal: NO_SIGNAL,
                 reserved: 0,
-                lead_bytes: 0,
-                bytes,
             }
         };
         RankRound {

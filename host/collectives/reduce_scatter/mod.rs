@@ -117,7 +117,7 @@ impl ReduceScatter {
             .with("gradients", format_args!("{dtype:?}"))
             .with("plan", format_args!("{:016x}", plan.hash()));
         let (arena, net) = comm.install("reduce-scatter", &facts, arena_layout)?;
-        let (tables, credits) = tables::network(&plan, &regions, comm.options().context_count, comm.driven());
+        let (tables, credits) = tables::network(&plan, &regions, comm);
         let rounds = Rounds::new(comm, &net, Operation::ReduceScatter, tables, credits, |_| 0)?;
         let sums = Sums::new(comm, &layout, dtype, plan.sum_cta_count)?;
         let (mut streams, mut net_streams) = (Vec::new(), Vec::new());

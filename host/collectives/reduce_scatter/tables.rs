@@ -1,8 +1,9 @@
 //! What a registration lays down: the arena's regions and signals, every rank's rounds, and the credits it returns.
 
 use crate::arena::{ArenaLayout, Region, Signals};
+use crate::collectives::Communicator;
 use crate::collectives::rounds::RankRound;
-use crate::plan::{Node, Rank, RankRange, ReduceScatterPlan, Wave, latin_square};
+use crate::plan::{Node, Rank, ReduceScatterPlan, Wave, latin_square};
 use tide_device::abi::params::{Credit, NO_SIGNAL, NetArrival, NetPut};
 
 #[derive(Clone, Copy)]
@@ -45,12 +46,13 @@ pub(super) fn regions(plan: &ReduceScatterPlan, context_count: u32) -> (ArenaLay
 pub(super) fn network(
     plan: &ReduceScatterPlan,
     regions: &Regions,
-    context_count: u32,
-    driven: RankRange,
+    comm: &Communicator,
 ) -> (Vec<Vec<RankRound>>, Vec<Vec<Vec<Credit>>>) {
     let topology = plan.topology;
     let (m, l) = (topology.node_count(), topology.local_rank_count());
     let block_bytes = plan.block_bytes();
+    let (contexts, context_count) = (comm.contexts_of(block_bytes), comm.options().context_count);
+    let driven = comm.driven();
     let data = |source: Node| regions.data.signal(source.0 * context_count);
     let put = |rank: Rank, wave: &Wave, contributor: u32| {
         let (node, local) = (topology.node_of(rank), topology.local_of(rank));
@@ -67,6 +69,8 @@ pub(super) fn network(
             source_block: u64::from(contributor - 1),
             lead_signal: NO_SIGNAL,
             pace: NO_SIGNAL,
+            contexts,
+            lead_contexts: 0,
             lead_bytes: 0,
             apart_offset: 0,
             apart_bytes: 0,
@@ -80,12 +84,12 @@ pub(super) fn network(
         NetArrival {
             peer: from.0,
             signal: data(from),
+            contexts,
             lead_signal: NO_SIGNAL,
+            lead_contexts: 0,
             pace_peer: 0,
             pace_signal: NO_SIGNAL,
             reserved: 0,
-            lead_bytes: 0,
-            bytes: block_bytes,
         }
     };
     let rounds_of = |rank: Rank| {

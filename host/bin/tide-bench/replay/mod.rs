@@ -101,12 +101,11 @@ fn settings(arguments: &ReplayArgs, topology: Topology) -> Result<(Workload, Set
 /// About what all ranks of the simulated machine take together, and the host's check of a step.
 fn needed_bytes(layout: &GroupLayout, plan: &ReduceScatterPlan, bounds: &Bounds, settings: &Settings) -> u64 {
     let layers = settings.layers as u64;
-    let gradients = bounds.held_gradients + layout.landing_bytes();
     // Resident shards and sums of all layers.
-    let lasting = layers * (layout.shard_bytes() + 4 * layout.packed_elems());
-    let kept = if settings.checkpoint { 1 } else { layers } * Engine::kept_bytes(layout);
-    let rank = bounds.ring + plan.memory.total_bytes() + gradients + lasting + kept;
-    layout.rank_count().saturating_mul(rank)
+    let lasting = layers.saturating_mul(layout.shard_bytes().saturating_add(4 * layout.packed_elems()));
+    let kept = if settings.checkpoint { 1 } else { layers }.saturating_mul(Engine::kept_bytes(layout));
+    let parts = [bounds.held_gradients, layout.landing_bytes(), bounds.ring, plan.memory.total_bytes(), lasting, kept];
+    layout.rank_count().saturating_mul(parts.into_iter().fold(0, u64::saturating_add))
 }
 
 fn run(mut engine: Engine, settings: &Settings, facts: &Facts, arguments: &ReplayArgs) -> Result<Vec<Step>> {
