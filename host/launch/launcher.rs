@@ -88,8 +88,12 @@ pub struct Placement {
 
 impl fmt::Display for Placement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { launcher, rank, rank_count, local_rank, local_rank_count, .. } = self;
-        write!(f, "{launcher}: rank {rank} of {rank_count}, local rank {local_rank} of {local_rank_count}")
+        let Self { launcher, rank, rank_count, local_rank, local_rank_count, rendezvous } = self;
+        write!(f, "{launcher}: rank {rank} of {rank_count}, local rank {local_rank} of {local_rank_count}")?;
+        match rendezvous {
+            Some(address) => write!(f, ", rank 0 at {address}"),
+            None => Ok(()),
+        }
     }
 }
 
