@@ -193,6 +193,11 @@ fn every_rank_gets_what_every_rank_gave() {
 }
 
 #[test]
+fn a_hundred_ranks_meet_and_gather() {
+    all_succeed(Job::new(100, LONG).run(0..100, no_change, gather_twice));
+}
+
+#[test]
 fn a_job_of_one_rank_is_a_job() {
     all_succeed(Job::new(1, LONG).run([0], no_change, gather_twice));
 }
