@@ -88,8 +88,12 @@ pub struct Placement {
 
 impl fmt::Display for Placement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { launcher, rank, rank_count, local_rank, local_rank_count, .. } = self;
-        write!(f, "{launcher}: rank {rank} of {rank_count}, local rank {local_rank} of {local_rank_count}")
+        let Self { launcher, rank, rank_count, local_rank, local_rank_count, rendezvous } = self;
+        write!(f, "{launcher}: rank {rank} of {rank_count}, local rank {local_rank} of {local_rank_count}")?;
+        match rendezvous {
+            Some(address) => write!(f, ", rank 0 at {address}"),
+            None => Ok(()),
+        }
     }
 }
 
@@ -487,8 +491,8 @@ mod tests {
     #[test]
     fn each_launcher_is_understood() {
         use Launcher::{Mpirun, Spawn, Srun, Torchrun};
-        let port = 23_000 + (100 * 31 + 2) % 8_192;
-        let first = format!("node003:{port}");
+        // 23000 + 31 · job + step.
+        let first = "node003:26102".to_owned();
         let uneven = "SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_NTASKS=6 SLURM_STEP_TASKS_PER_NODE=4,2 SLURM_NODEID=1";
         let plain = "SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_NTASKS=8 SLURM_NTASKS_PER_NODE=4";
         let hydra = "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4";

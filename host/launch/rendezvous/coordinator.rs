@@ -620,6 +620,10 @@ impl Member {
 
     fn discard_input(&mut self) {
         let mut chunk = [0; CHUNK_BYTES];
-        while matches!(self.stream.read(&mut chunk), Ok(length) if length > 0) {}
+        for _ in 0..CHUNKS_IN_A_ROW {
+            if !matches!(self.stream.read(&mut chunk), Ok(length) if length > 0) {
+                return;
+            }
+        }
     }
 }

@@ -36,6 +36,8 @@ const CONNECT_ATTEMPT_MAX: Duration = Duration::from_secs(3);
 const CONNECT_PAUSE: Duration = Duration::from_millis(20);
 /// How long a rank whose connection broke looks for the hub's sentence.
 const LAST_WORDS: Duration = Duration::from_millis(200);
+/// The longest timeout: a sum with the present must be a point in time.
+const TIMEOUT_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
 /// The longest sentence of a peer that is shown.
 const SENTENCE_CHARS_MAX: usize = 1000;
 
@@ -52,7 +54,7 @@ pub struct RendezvousOptions {
     pub rank: u32,
     /// The number of processes.
     pub rank_count: u32,
-    /// How long to wait for all ranks to join, and in each call for all ranks to come to it. Equal on all ranks.
+    /// How long to wait for all ranks to join, and in each call for all ranks to come to it; up to a week. Equal on all ranks.
     pub timeout: Duration,
 }
 
@@ -204,7 +206,12 @@ impl fmt::Debug for Rendezvous {
 }
 
 fn check(options: &RendezvousOptions) -> Result<()> {
-    let RendezvousOptions { rank, rank_count, .. } = *options;
+    let RendezvousOptions { rank, rank_count, timeout, .. } = *options;
+    if timeout.is_zero() || timeout > TIMEOUT_MAX {
+        return Err(TideError::usage(format!(
+            "a timeout of {timeout:?}: needed: more than 0, at most {TIMEOUT_MAX:?}"
+        )));
+    }
     if rank >= rank_count || rank_count > RANK_COUNT_MAX {
         return Err(TideError::usage(format!(
             "rank {rank} of {rank_count}: needed: a rank below a count of {RANK_COUNT_MAX}"
