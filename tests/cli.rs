@@ -362,8 +362,9 @@ fn help_tells_units_defaults_and_how_gradients_are_scaled() {
 fn results_that_cannot_be_written_are_no_success() {
     for arguments in [&["--json", "-"][..], &[]] {
         let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
-        let output = bench().args(["run", "--group", "8", "--nodes", "1", "--gpus", "1"]).args(arguments).stdout(full).output();
-        let output = output.unwrap();
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_tide-bench"));
+        command.args(["run", "--group", "8", "--nodes", "1", "--gpus", "1"]).args(arguments).stdout(full);
+        let output = command.output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{arguments:?}");
         assert!(String::from_utf8_lossy(&output.stderr).contains("could not be written"), "{output:?}");
     }
@@ -374,7 +375,7 @@ fn numbers_out_of_reach_are_refused_at_once() {
     let ctas = ["run", "--group", "8", "--nodes", "1", "--gpus", "1", "--sum-ctas", "4294967295"];
     let layers = ["replay", "--group", "144115188075855872", "--nodes", "1", "--gpus", "1", "--layers", "1024"];
     for (arguments, status) in [(&ctas[..], 2), (&layers[..], 3)] {
-        let output = bench().args(arguments).output().unwrap();
+        let output = tide_bench(arguments);
         assert_eq!(output.status.code(), Some(status), "{output:?}");
         assert_eq!(String::from_utf8_lossy(&output.stderr).lines().count(), 1, "{output:?}");
     }
