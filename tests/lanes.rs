@@ -3,8 +3,8 @@
 mod common;
 
 use common::lanes::{
-    Lane, PATHS, SHAPES, Sum, Whole, assert_gathers_alike, assert_sums_alike, first_difference, flat, gather_groups,
-    random_bytes, sim, try_gather,
+    Lane, Left, PATHS, SHAPES, Sum, Whole, assert_gathers_alike, assert_sums_alike, first_difference, flat,
+    gather_groups, random_bytes, sim, try_gather,
 };
 use common::{Gradients, assert_close, bits, constant, group, int_fill, normal, rank, reference};
 use std::sync::Arc;
@@ -249,8 +249,8 @@ fn a_missing_gradient_adds_plus_zero() {
             sum.scale = Scale { alpha: 1.0, accumulate: true };
             let mut calls: Vec<Vec<Gradients>> = vec![vec![constant(&sum.shapes, -0.0); m as usize]; m as usize + 1];
             // In call `r` rank `r` lacks some; in the last one nobody does.
-            for r in 0..m as usize {
-                (calls[r][r][0], calls[r][r][3]) = (None, None);
+            for (r, call) in calls[..m as usize].iter_mut().enumerate() {
+                (call[r][0], call[r][3]) = (None, None);
             }
             sum.assert_bitwise(&calls, -0.0, &format!("{m} nodes, {dtype:?}"));
         }
@@ -378,11 +378,11 @@ fn a_lost_signal_is_reported_or_harmless() {
                 let expected = |all: &Vec<Gradients>| {
                     bits(&oracle(nodes.into(), &sum.shapes, all, sum.scale, &vec![Vec::new(); nodes as usize]))
                 };
-                let right = |got: Vec<Vec<Vec<f32>>>| got.iter().zip(&calls).all(|(g, all)| bits(g) == expected(all));
+                let right = |got: Left<f32>| got.iter().zip(&calls).all(|(g, all)| bits(g) == expected(all));
                 judge(nodes, sum.try_run(&calls, 0.0).map(right), format!("{what}, reduce-scatter"));
                 let group = &gather_groups()[lost as usize % 2];
                 let calls: Vec<Whole> = (0..3).map(|call| random_bytes(group, call)).collect();
-                let right = |got: Vec<Vec<Vec<u8>>>| {
+                let right = |got: Left<u8>| {
                     got.iter().zip(&calls).all(|(ranks, whole)| ranks.iter().all(|bytes| *bytes == flat(whole)))
                 };
                 judge(nodes, try_gather(&lane, group, &calls).map(right), format!("{what}, all-gather"));
@@ -763,7 +763,7 @@ fn other_simulated_gpus_leave_the_same_bytes() {
 #[test]
 fn a_planted_difference_is_found_and_named() {
     let run = vec![vec![vec![1_u32, 2, 3], vec![4]], vec![vec![5], vec![]]];
-    let differs = |change: &dyn Fn(&mut Vec<Vec<Vec<u32>>>)| {
+    let differs = |change: &dyn Fn(&mut Left<u32>)| {
         let mut other = run.clone();
         change(&mut other);
         first_difference(&other, &run).unwrap_or_default()

@@ -51,6 +51,9 @@ impl Lane {
     }
 }
 
+/// What every call left on every rank.
+pub type Left<T> = Vec<Vec<Vec<T>>>;
+
 /// Every parameter's bytes, whole.
 pub type Whole = Vec<Vec<u8>>;
 
@@ -67,7 +70,7 @@ pub fn flat(whole: &Whole) -> Vec<u8> {
 
 /// Calls back to back, without a look from the host. Between two calls each rank's stream takes the landings away, overwrites
 /// them whole and writes the next shards. Gives what each call left, per rank, as [`flat`].
-pub fn try_gather(lane: &Lane, group: &Group, calls: &[Whole]) -> tide_gpu::Result<Vec<Vec<Vec<u8>>>> {
+pub fn try_gather(lane: &Lane, group: &Group, calls: &[Whole]) -> tide_gpu::Result<Left<u8>> {
     let comm = lane.communicator();
     let gpu = Arc::clone(comm.gpu());
     let device = comm.device_of(Rank(0));
@@ -172,7 +175,7 @@ impl Sum {
 
     /// Calls back to back, without a look from the host, each into its own output, which holds `previous`; gives every call's
     /// outputs. Gradients and previous outputs come to be in a stream, and gradients go as soon as they are read.
-    pub fn try_run(&self, calls: &[Vec<Gradients>], previous: f32) -> tide_gpu::Result<Vec<Vec<Vec<f32>>>> {
+    pub fn try_run(&self, calls: &[Vec<Gradients>], previous: f32) -> tide_gpu::Result<Left<f32>> {
         let comm = self.lane.communicator();
         let gpu = Arc::clone(comm.gpu());
         let device = comm.device_of(Rank(0));
@@ -239,7 +242,7 @@ pub const SHAPES: [&[&[u64]]; 6] = [
     &[&[64, 32]],
 ];
 
-/// Says where two runs differ first, of which each gives what every call left on every rank.
+/// Says where two runs differ first.
 pub fn first_difference<T: PartialEq + Debug>(got: &[Vec<Vec<T>>], expected: &[Vec<Vec<T>>]) -> Option<String> {
     if got.len() != expected.len() {
         return Some(format!("{} calls, {} expected", got.len(), expected.len()));
@@ -298,7 +301,7 @@ pub fn assert_sums_alike(gpu: &Arc<dyn Gpu>, first_device: u32, dtype: GradientD
                     let what =
                         format!("{m} nodes, shapes {which}, {dtype:?}, {path:?}, {scale:?}, device {first_device}");
                     (sum.scale, sum.lane.comm.first_device) = (scale, 0);
-                    let bits_of = |outs: Vec<Vec<Vec<f32>>>| outs.iter().map(|call| bits(call)).collect::<Vec<_>>();
+                    let bits_of = |outs: Left<f32>| -> Left<u32> { outs.iter().map(|call| bits(call)).collect() };
                     let expected = bits_of(sum.try_run(&calls, previous).unwrap());
                     sum.lane.comm.first_device = first_device;
                     let on_gpu = Sum { lane: sum.lane.on(gpu), ..sum.clone() };
