@@ -52,6 +52,7 @@ const RULES: [(&str, &[&str], &str); 9] = [
     ("host/collectives", &["gpu::sim", "gpu::cuda", "SimGpu", "CudaGpu", "cfg("], "a collective names no back end"),
     ("device/src/kernels", &["cfg(", "cfg!(", "asm!", "std::", "loop {"], "kernels are plain; only wait.rs waits"),
     ("device/src/abi", &["crate::arch", "crate::kernels", "crate::gin"], "abi imports nothing"),
+    ("nccl-gin/src", &["tide_device", "tide_gpu", "cudarc"], "the bindings to NCCL serve others, too"),
     ("device/src/gin", &["cfg(", "asm!", "loop {"], "a network back end waits through wait.rs"),
 ];
 

@@ -3,10 +3,10 @@
 //! [`report`] asks the driver and the environment and allocates nothing on a GPU; [`judge`] is pure.
 
 use super::driver::{Absence, Driver, Version};
-use super::nccl::{self, Nccl};
 use super::ptx::{self, Capability};
 use crate::error::Result;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
+use nccl_gin::host as nccl;
 use std::fmt;
 
 /// Dynamic shared memory per block that the sum kernels are tuned for, bytes.
@@ -17,9 +17,6 @@ const CONNECTIONS_DEFAULT: u32 = 8;
 
 /// Hardware queues of the paper's runs.
 const CONNECTIONS_PAPER: u32 = 32;
-
-/// The oldest NCCL that the device path can use.
-const NCCL_NEEDED: (u32, u32, u32) = (2, 31, 0);
 
 /// How a check came out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -105,13 +102,26 @@ pub struct DeviceFacts {
     pub peers: Vec<bool>,
 }
 
+/// An NCCL library, as far as the checks look.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NcclFacts {
+    /// The file.
+    pub place: String,
+    /// The version that it states.
+    pub version: nccl::Version,
+    /// What it lacks, and why.
+    pub lacks: Vec<(nccl::Ability, nccl::NcclError)>,
+}
+
 /// What [`judge`] goes by.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Facts {
     /// The driver and the GPUs, or why there are none.
     pub gpus: Result<(Version, Vec<DeviceFacts>), String>,
-    /// An NCCL library.
-    pub nccl: Option<Nccl>,
+    /// The NCCL library that is used, or why none can be.
+    pub nccl: Result<NcclFacts, String>,
+    /// What in the environment harms NCCL.
+    pub hazards: Vec<nccl::Hazard>,
     /// The environment's `CUDA_DEVICE_MAX_CONNECTIONS`.
     pub connections: Option<String>,
 }
@@ -125,7 +135,13 @@ pub fn report() -> DoctorReport {
         Err(absence) => Err(absence.to_string()),
     };
     let connections = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").ok();
-    judge(&Facts { gpus, nccl: nccl::find(), connections })
+    let nccl = nccl::Library::load().map(|library| NcclFacts {
+        place: library.path().display().to_string(),
+        version: library.version(),
+        lacks: library.lacks(),
+    });
+    let nccl = nccl.map_err(|error| error.to_string());
+    judge(&Facts { gpus, nccl, hazards: nccl::hazards(), connections })
 }
 
 fn look(driver: Driver) -> Result<(Version, Vec<DeviceFacts>)> {
@@ -176,7 +192,8 @@ pub fn judge(facts: &Facts) -> DoctorReport {
             "no CUDA back end; `--backend sim` runs everything on the simulated GPUs, and measures nothing",
         )),
     }
-    checks.push(judge_nccl(facts.nccl.as_ref()));
+    checks.push(judge_nccl(&facts.nccl));
+    checks.extend(facts.hazards.iter().filter(|h| h.variable != CONNECTIONS).map(judge_hazard));
     checks.push(judge_connections(facts.connections.as_deref()));
     DoctorReport { checks }
 }
@@ -253,39 +270,68 @@ fn judge_peers(checks: &mut Vec<Check>, devices: &[DeviceFacts]) {
     });
 }
 
-fn judge_nccl(nccl: Option<&Nccl>) -> Check {
-    let Some(nccl) = nccl else {
-        let cost =
-            "no rails between hosts, one process carries all ranks (set TIDE_NCCL_LIB, or install NCCL 2.31 or later)";
-        return check("NCCL", Verdict::Warn, "not found", cost);
+fn judge_nccl(nccl: &Result<NcclFacts, String>) -> Check {
+    let nccl = match nccl {
+        Ok(nccl) => nccl,
+        Err(reason) => {
+            let cost = format!("no rails between hosts, one process carries all ranks ({reason})");
+            return check("NCCL", Verdict::Warn, "none", cost);
+        }
     };
-    let version = nccl.version.map_or("of unknown version".to_owned(), |(a, b, c)| format!("{a}.{b}.{c}"));
-    let found = format!("{version} ({})", nccl.place);
-    let mut costs = Vec::new();
-    if nccl.version.is_none_or(|v| v < NCCL_NEEDED) {
-        costs.push("2.31 or later is needed for rails between hosts".to_owned());
-    }
-    if !nccl.lacks.is_empty() {
-        costs.push(format!("it lacks {}", nccl.lacks.join(", ")));
-    }
+    let found = format!("{} ({})", nccl.version, nccl.place);
+    let costs: Vec<String> = nccl
+        .lacks
+        .iter()
+        .filter_map(|(ability, reason)| Some(format!("{}: {}", loss(*ability)?, why(reason))))
+        .collect();
     let verdict = if costs.is_empty() { Verdict::Pass } else { Verdict::Warn };
     check("NCCL", verdict, found, costs.join("; "))
 }
 
+/// What does not work without an ability; `None` if others of the list say so too.
+fn loss(ability: nccl::Ability) -> Option<&'static str> {
+    match ability {
+        nccl::Ability::Windows => Some("no symmetric memory"),
+        nccl::Ability::HostRma => Some("no rails between hosts by host RMA"),
+        nccl::Ability::DeviceComm => Some("no device path"),
+        nccl::Ability::Collectives | nccl::Ability::Pointers | nccl::Ability::Properties => None,
+    }
+}
+
+/// A reason without the file, which the line has already.
+fn why(reason: &nccl::NcclError) -> String {
+    match reason {
+        nccl::NcclError::TooOld { needed, .. } => format!("{needed} or later is needed"),
+        nccl::NcclError::MissingSymbol { symbol, .. } => format!("it lacks {symbol}"),
+        other => other.to_string(),
+    }
+}
+
+fn judge_hazard(hazard: &nccl::Hazard) -> Check {
+    check(hazard.variable, Verdict::Warn, &*hazard.value, hazard.why)
+}
+
+/// The variable that a check of its own looks at.
+const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+
 fn judge_connections(variable: Option<&str>) -> Check {
-    const NAME: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
     let shared = "streams share hardware queues, so that a wait in one holds up others";
     match variable.map(|v| (v, v.trim().parse::<u32>())) {
-        None => check(NAME, Verdict::Pass, format!("not set ({CONNECTIONS_DEFAULT}); {CONNECTIONS_PAPER} is best"), ""),
+        None => check(
+            CONNECTIONS,
+            Verdict::Pass,
+            format!("not set ({CONNECTIONS_DEFAULT}); {CONNECTIONS_PAPER} is best"),
+            "",
+        ),
         Some((_, Ok(count))) if (1..CONNECTIONS_DEFAULT).contains(&count) => {
-            check(NAME, Verdict::Warn, count.to_string(), format!("{shared}; set it to {CONNECTIONS_PAPER}"))
+            check(CONNECTIONS, Verdict::Warn, count.to_string(), format!("{shared}; set it to {CONNECTIONS_PAPER}"))
         }
         Some((_, Ok(count))) if (1..=CONNECTIONS_PAPER).contains(&count) => {
-            check(NAME, Verdict::Pass, count.to_string(), "")
+            check(CONNECTIONS, Verdict::Pass, count.to_string(), "")
         }
         Some((text, _)) => {
             let cost = format!("not a number from 1 to {CONNECTIONS_PAPER}, so the driver takes its own");
-            check(NAME, Verdict::Warn, format!("`{text}`"), cost)
+            check(CONNECTIONS, Verdict::Warn, format!("`{text}`"), cost)
         }
     }
 }
@@ -309,8 +355,9 @@ mod tests {
     }
 
     fn facts(devices: Vec<DeviceFacts>) -> Facts {
-        let nccl = Nccl { place: "libnccl.so.2".to_owned(), version: Some((2, 32, 3)), lacks: Vec::new() };
-        Facts { gpus: Ok((Version(13000), devices)), nccl: Some(nccl), connections: Some("32".to_owned()) }
+        let nccl = NcclFacts { place: "libnccl.so.2".to_owned(), version: nccl::Version(23203), lacks: Vec::new() };
+        let (gpus, connections) = (Ok((Version(13000), devices)), Some("32".to_owned()));
+        Facts { gpus, nccl: Ok(nccl), hazards: Vec::new(), connections }
     }
 
     fn line<'a>(report: &'a DoctorReport, name: &str) -> &'a Check {
@@ -360,12 +407,28 @@ mod tests {
     #[test]
     fn an_old_nccl_says_what_it_lacks() {
         let mut facts = facts(vec![h200()]);
-        facts.nccl =
-            Some(Nccl { place: "x".to_owned(), version: Some((2, 28, 3)), lacks: vec!["host RMA (host path)"] });
+        let (path, found) = ("/x/libnccl.so.2", nccl::Version(23102));
+        let lack = |ability: nccl::Ability| {
+            let (needed, what) = (ability.floor(), ability.name());
+            (ability, nccl::NcclError::TooOld { path: path.to_owned(), found, needed, what })
+        };
+        let lacks = vec![lack(nccl::Ability::Pointers), lack(nccl::Ability::DeviceComm)];
+        facts.nccl = Ok(NcclFacts { place: path.to_owned(), version: found, lacks });
         let report = judge(&facts);
         let check = line(&report, "NCCL");
-        assert!(check.verdict == Verdict::Warn && check.found.contains("2.28.3"), "{check}");
-        assert!(check.cost.contains("2.31") && check.cost.contains("host RMA"), "{check}");
+        assert!(check.verdict == Verdict::Warn && check.found == "2.31.2 (/x/libnccl.so.2)", "{check}");
+        assert_eq!(check.cost, "no device path: 2.32.3 or later is needed");
+    }
+
+    #[test]
+    fn harmful_variables_get_a_line_each() {
+        let mut facts = facts(vec![h200()]);
+        let set = |name: &str| ["NCCL_WIN_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS"].contains(&name);
+        facts.hazards =
+            nccl::hazards_among(|name| set(name).then(|| if name.starts_with('C') { "1" } else { "0" }.to_owned()));
+        let report = judge(&facts);
+        assert_eq!(line(&report, "NCCL_WIN_ENABLE").verdict, Verdict::Warn);
+        assert_eq!(report.checks.iter().filter(|c| c.name == CONNECTIONS).count(), 1);
     }
 
     #[test]
@@ -383,9 +446,15 @@ mod tests {
 
     #[test]
     fn a_machine_without_gpus_gets_a_report_too() {
-        let facts = Facts { gpus: Err(Absence::NoLibrary.to_string()), nccl: None, connections: None };
+        let facts = Facts {
+            gpus: Err(Absence::NoLibrary.to_string()),
+            nccl: Err("none is here".to_owned()),
+            hazards: Vec::new(),
+            connections: None,
+        };
         let report = judge(&facts);
         assert!(line(&report, "driver").cost.contains("--backend sim"), "{report}");
+        assert!(line(&report, "NCCL").cost.contains("none is here"), "{report}");
         assert!(super::report().checks.len() >= 3);
     }
 }

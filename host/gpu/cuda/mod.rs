@@ -25,7 +25,6 @@ pub mod doctor;
 pub mod driver;
 mod ledger;
 mod memory;
-mod nccl;
 pub mod ptx;
 mod queues;
 

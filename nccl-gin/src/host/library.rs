@@ -121,8 +121,11 @@ impl Library {
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         // SAFETY: runs the initialisers of an NCCL library, which start nothing.
-        let library = unsafe { libloading::Library::new(path) }
-            .map_err(|error| NcclError::Load { reason: format!("{} does not load ({error})", path.display()) })?;
+        let library = unsafe { libloading::Library::new(path) }.map_err(|error| {
+            // The loader's own words are one level down.
+            let why = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
+            NcclError::Load { reason: format!("{} does not load ({why})", path.display()) }
+        })?;
         let library = ManuallyDrop::new(library);
         let (version, address) = stated_version(&library).ok_or_else(|| NcclError::Load {
             reason: format!("{} does not tell its version: it is no NCCL", path.display()),
@@ -306,6 +309,8 @@ mod tests {
     fn a_file_that_is_no_library_does_not_load() {
         let error = Library::open("/dev/null").unwrap_err();
         assert!(matches!(&error, NcclError::Load { reason } if reason.contains("/dev/null")), "{error}");
+        let error = Library::open("/no/such/file").unwrap_err().to_string();
+        assert!(error.contains("cannot open shared object file"), "the loader's words: {error}");
     }
 
     #[test]

@@ -52,7 +52,7 @@ pub use device_comm::{DeviceComm, GinConnection, Requirements};
 pub use error::{NcclError, Result, ResultCode};
 pub use group::Group;
 pub use hazards::{Hazard, hazards, hazards_among};
-pub use layout::Layout;
+pub use layout::{DevCommLayout, Layout};
 pub use library::{Ability, Library};
 pub use memory::{DevicePtr, Memory, Stream};
 pub use operations::{DataType, Operations, Put, ReduceOp, SignalWait};

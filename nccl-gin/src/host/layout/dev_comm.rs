@@ -3,23 +3,23 @@
 
 use super::super::version::Version;
 
-/// Where the documented fields of `ncclDevComm` lie.
+/// Where the documented fields of `ncclDevComm` lie, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct DevCommLayout {
+pub struct DevCommLayout {
     /// The version whose headers say so.
-    pub(crate) version: Version,
+    pub version: Version,
     /// Its size.
-    pub(crate) bytes: usize,
+    pub bytes: usize,
     /// `int rank`.
-    pub(crate) rank: usize,
+    pub rank: usize,
     /// `int nRanks`.
-    pub(crate) rank_count: usize,
+    pub rank_count: usize,
     /// `int lsaRank`.
-    pub(crate) lsa_rank: usize,
+    pub lsa_rank: usize,
     /// `int lsaSize`.
-    pub(crate) lsa_size: usize,
+    pub lsa_size: usize,
     /// `uint32_t ginContextCount`; `None` before it was 32 bits wide.
-    pub(crate) context_count: Option<usize>,
+    pub context_count: Option<usize>,
 }
 
 const fn line(version: u32, bytes: usize, rank: usize, context_count: Option<usize>) -> DevCommLayout {
@@ -47,7 +47,7 @@ const LINES: [DevCommLayout; 7] = [
 
 impl DevCommLayout {
     /// The layout that NCCL writes for requirements whose `version` field is `version`.
-    pub(crate) fn written_for(version: Version) -> Option<Self> {
+    pub fn written_for(version: Version) -> Option<Self> {
         LINES.into_iter().find(|l| l.version == version)
     }
 }

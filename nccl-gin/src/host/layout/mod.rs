@@ -14,7 +14,7 @@ mod properties;
 mod requirements;
 
 pub(crate) use config::CONFIG;
-pub(crate) use dev_comm::DevCommLayout;
+pub use dev_comm::DevCommLayout;
 pub(crate) use properties::PROPERTIES;
 pub(crate) use requirements::REQUIREMENTS;
 
@@ -149,6 +149,12 @@ impl Layout {
     /// Its fields' names and offsets, in order.
     pub fn offsets(&self) -> impl Iterator<Item = (&'static str, usize)> {
         self.places.iter().map(|(field, offset)| (field.name, *offset))
+    }
+
+    /// The bytes of a fresh struct: what C's initialiser gives.
+    pub fn initial_bytes(&self) -> Vec<u8> {
+        let record = Record::new(self.clone());
+        (0..self.bytes).map(|index| byte(&record.words, index)).collect()
     }
 
     fn place(&self, name: &str) -> Option<(Kind, usize)> {
