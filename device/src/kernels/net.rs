@@ -105,7 +105,8 @@ fn tag(p: &NetParams, rank: &NetRank, round: &NetRound, peer: u32, kind: WaitKin
     }
 }
 
-/// One put: waits for the peer's leave, then posts the lead and the rest.
+/// One put: waits for the peer's leave, then posts the lead and the rest, in a loop: all of a network's code for a put is
+/// inlined where it is called, so it is called in one place.
 #[inline(always)]
 fn send<G: Gin>(p: &NetParams, rank: &NetRank, round: &NetRound, put: &NetPut, gin: &mut G) {
     let credit = p.sequence.wrapping_sub(u64::from(put.credit_ahead));
@@ -113,10 +114,14 @@ fn send<G: Gin>(p: &NetParams, rank: &NetRank, round: &NetRound, put: &NetPut, g
     if put.pace != NO_SIGNAL {
         wait_signal(p, rank, round, put.peer, WaitKind::Pace, put.pace, p.sequence, gin);
     }
-    if put.lead_bytes > 0 {
-        post(p, put, 0, put.lead_bytes, put.lead_signal, gin);
+    let has_lead = put.lead_bytes > 0;
+    for part in u32::from(!has_lead)..2 {
+        let (first, bytes, signal) = match part {
+            0 => (0, put.lead_bytes, put.lead_signal),
+            _ => (put.lead_bytes, put.bytes - put.lead_bytes, put.signal),
+        };
+        post(p, put, first, bytes, signal, gin);
     }
-    post(p, put, put.lead_bytes, put.bytes - put.lead_bytes, put.signal, gin);
 }
 
 /// Waits until a signal of this rank, which the rail peer on `peer` raises, has reached `expected`.
@@ -160,15 +165,14 @@ fn post<G: Gin>(p: &NetParams, put: &NetPut, first: u64, bytes: u64, signal: u32
         let stripe_bytes = (bytes - offset).min(p.stripe_bytes);
         // A stripe may begin apart and end in the rest.
         let [apart, rest] = put.pieces(source_offset, first + offset, stripe_bytes);
-        // SAFETY: the table's ranges lie in the arenas; the peer's credit was awaited; the source is kept until the
-        // flush at the end of the round.
-        unsafe {
-            if apart.bytes > 0 {
-                let signal = signal.filter(|_| rest.bytes == 0);
-                gin.put(context, put.peer, apart.destination_offset, apart.source_offset, apart.bytes, signal);
-            }
-            if rest.bytes > 0 || stripe_bytes == 0 {
-                gin.put(context, put.peer, rest.destination_offset, rest.source_offset, rest.bytes, signal);
+        let has_rest = rest.bytes > 0 || stripe_bytes == 0;
+        for part in u32::from(apart.bytes == 0)..1 + u32::from(has_rest) {
+            let piece = if part == 0 { apart } else { rest };
+            let signal = signal.filter(|_| part == 1 || !has_rest);
+            // SAFETY: the table's ranges lie in the arenas; the peer's credit was awaited; the source is kept until the
+            // flush at the end of the round.
+            unsafe {
+                gin.put(context, put.peer, piece.destination_offset, piece.source_offset, piece.bytes, signal);
             }
         }
     }

@@ -54,7 +54,8 @@ pub struct Device {
     handle: sys::CUdevice,
     context: sys::CUcontext,
     module: sys::CUmodule,
-    functions: Vec<Function>,
+    /// The kernels that are loaded.
+    functions: Vec<(Kernel, Function)>,
     /// What it is.
     pub properties: DeviceProperties,
     /// Longest pitch of a strided copy or fill, bytes.
@@ -167,9 +168,15 @@ impl Device {
     }
 
     /// A loaded kernel.
-    pub fn function(&self, kernel: Kernel) -> Function {
-        let index = Kernel::ALL.iter().position(|k| *k == kernel).expect("ALL has every kernel");
-        self.functions[index]
+    ///
+    /// # Errors
+    /// [`TideError::Unsupported`] where its module is not loaded.
+    pub fn function(&self, kernel: Kernel) -> Result<Function> {
+        let loaded = self.functions.iter().find(|(k, _)| *k == kernel);
+        loaded.map(|(_, function)| *function).ok_or_else(|| TideError::Unsupported {
+            needed: format!("the module of {}", kernel.name()),
+            found: format!("{} without it: it is built with NCCL (`cargo xtask ptx --nccl`)", self.properties.name),
+        })
     }
 
     /// Compiles and loads the PTX, and every kernel of it: a kernel loaded at its first launch may wait for a resident
@@ -209,7 +216,8 @@ impl Device {
             let logs = format!("{}: {} {}", image.file, log_text(&errors), log_text(&info));
             return Err(status.error(logs.trim_end()));
         }
-        self.functions = Kernel::ALL.iter().map(|k| self.load_function(*k)).collect::<Result<_>>()?;
+        let load = |kernel: Kernel| Ok((kernel, self.load_function(kernel)?));
+        self.functions = Kernel::BASE.into_iter().map(load).collect::<Result<_>>()?;
         Ok(())
     }
 
@@ -243,7 +251,7 @@ impl Device {
     /// What the driver refuses.
     pub fn resident_blocks_max(&self, kernel: Kernel, block: u32, shared_bytes: u32) -> Result<u32> {
         let mut blocks = 0;
-        let function = self.function(kernel).handle;
+        let function = self.function(kernel)?.handle;
         // SAFETY: a loaded function of the current context; `blocks` outlives the call.
         unsafe {
             self.driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(

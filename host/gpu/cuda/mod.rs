@@ -26,6 +26,7 @@ pub mod driver;
 mod ledger;
 mod memory;
 mod nccl;
+pub mod nccl_module;
 pub mod ptx;
 mod queues;
 
@@ -328,7 +329,7 @@ impl CudaGpu {
 
     /// Refuses blocks that wait for each other where they would not all be resident.
     fn check_resident(&self, device: &Device, launch: &Launch<'_>) -> Result<()> {
-        if launch.kernel != Kernel::NetLoopback {
+        if !launch.kernel.blocks_wait_for_each_other() {
             return Ok(());
         }
         let most = device.resident_blocks_max(launch.kernel, launch.block, launch.shared_bytes)?;
@@ -628,7 +629,7 @@ impl Gpu for CudaGpu {
     unsafe fn launch(&self, stream: Stream, launch: &Launch<'_>) -> Result<()> {
         let (mut queues, target) = self.admit(stream)?;
         let device = &self.devices[target.device as usize];
-        let function = device.function(launch.kernel);
+        let function = device.function(launch.kernel)?;
         if launch.params.len() != function.param_bytes {
             return Err(TideError::Unsupported {
                 needed: format!("PTX whose {} takes {} bytes of parameters", launch.kernel.name(), launch.params.len()),
