@@ -69,6 +69,7 @@ pub fn root_cause(faults: &[Fault]) -> Option<&Fault> {
         Some(WaitKind::StageFull | WaitKind::StageFree) => 0,
         Some(WaitKind::StagingFree | WaitKind::LandingFree) => 1,
         Some(WaitKind::StagingFull) => 2,
+        Some(WaitKind::Flush) => 2,
         Some(WaitKind::Credit | WaitKind::Pace) => 3,
         Some(WaitKind::Arrival) => 4,
         Some(WaitKind::RoundArrived | WaitKind::WaveArrived) => 5,
@@ -92,6 +93,7 @@ fn phase(kind: Option<WaitKind>) -> &'static str {
         Some(WaitKind::GatherDone) => "scatter",
         Some(WaitKind::RoundArrived) => "round arrival",
         Some(WaitKind::Pace) => "round pace",
+        Some(WaitKind::Flush) => "network flush",
         None => "unknown wait",
     }
 }

@@ -45,6 +45,31 @@ pub fn until(
     }
 }
 
+/// As [`until`], for a look that takes its time itself, in slices far below the deadline. It stands in the kernel once: its
+/// code may be large.
+#[inline(always)]
+pub fn until_in_slices(
+    deadline: Deadline,
+    scope: WaitScope,
+    describe: impl FnOnce() -> (WaitTag, u32, u64),
+    mut look: impl FnMut() -> Look,
+) {
+    let start_ns = clock::globaltimer_ns();
+    let end_ns = start_ns.saturating_add(deadline.timeout_ns);
+    loop {
+        let now = look();
+        if now.holds {
+            return;
+        }
+        let now_ns = clock::globaltimer_ns();
+        if now_ns >= end_ns {
+            let (tag, context, expected) = describe();
+            fail(deadline, tag, context, expected, now.seen, now_ns - start_ns);
+        }
+        Target::relax(scope, end_ns);
+    }
+}
+
 /// Writes the record, unless another thread of the rank came first, and parks.
 ///
 /// Not a function of its own on the GPU, rare as it is: a call would put what it is given on a stack, and the call

@@ -290,8 +290,10 @@ impl Rounds {
         let gpu = self.comm.gpu();
         let params = FinalizeParams {
             gin: self.net.handle(rank).0,
+            deadline: self.comm.deadline(rank),
             credits: self.credit_tables[self.comm.index(rank)][table].address().0,
-            credit_count: credits.len() as u64,
+            credit_count: credits.len() as u32,
+            rank: rank.0,
         };
         // SAFETY: the table lives as long as `self`.
         unsafe {

@@ -12,7 +12,7 @@ use crate::error::{Result, TideError};
 use crate::monitor::Fault;
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
-use tide_device::abi::kernel::Kernel;
+use tide_device::abi::kernel::{Kernel, ModuleKind};
 use tide_device::abi::signal::reached;
 use tide_device::arch::machine::Machine;
 use tide_device::arch::sim::Sim;
@@ -550,6 +550,12 @@ impl Gpu for SimGpu {
     }
 
     unsafe fn launch(&self, stream: Stream, launch: &Launch<'_>) -> Result<()> {
+        if launch.kernel.module() != ModuleKind::Base {
+            return Err(TideError::Unsupported {
+                needed: format!("a GPU and NCCL, for {}", launch.kernel.name()),
+                found: "the simulator, whose ranks share a memory: it has the loopback network".to_owned(),
+            });
+        }
         if launch.cluster == 0 || !launch.grid.is_multiple_of(launch.cluster) {
             return Err(driver_error("launch", format!("{} blocks in clusters of {}", launch.grid, launch.cluster)));
         }

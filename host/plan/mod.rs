@@ -555,7 +555,7 @@ mod tests {
         let too_many = CTA_COUNT_MAX + 1;
         let refused = refuse(ReduceScatterOptions { sum_cta_count: too_many, ..base() });
         assert_eq!(refused, PlanError::SumCtaCount { found: too_many });
-        assert_eq!(refuse(ReduceScatterOptions { land_cta_count: 0, ..base() }), PlanError::LandCtaCount);
+        assert_eq!(refuse(ReduceScatterOptions { land_cta_count: 0, ..base() }), PlanError::LandCtaCount { found: 0 });
         assert_eq!(refuse(ReduceScatterOptions { round_width: Some(0), ..base() }), PlanError::RoundWidth);
         let width = PlanError::WaveWidth { found: 5, local_rank_count: 4 };
         assert_eq!(refuse(ReduceScatterOptions { wave_width: Some(5), ..base() }), width);

@@ -8,13 +8,19 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use tide_device::abi::kernel::Kernel;
 
-const TARGET: &str = "nvptx64-nvidia-cuda";
+pub const TARGET: &str = "nvptx64-nvidia-cuda";
 
 /// Flags that bear on the code, beside CPU and features.
 ///
 /// * Without `-JumpThreading` a barrier is copied into both sides of a branch, intrinsic or not.
 /// * Panics become traps where they arise: no strings, no paths of the machine that built, no formatting code.
-const FLAGS: [&str; 3] = ["-Zmir-enable-passes=-JumpThreading", "-Zunstable-options", "-Cpanic=immediate-abort"];
+pub const FLAGS: [&str; 3] = ["-Zmir-enable-passes=-JumpThreading", "-Zunstable-options", "-Cpanic=immediate-abort"];
+
+/// What cargo is told to build.
+const LIBRARY: [&str; 4] = ["rustc", "--lib", "--crate-type", "cdylib"];
+
+/// Flags of a build whose bitcode is optimised later.
+pub const BITCODE_FLAGS: [&str; 2] = ["--emit=llvm-bc", "-Cno-prepopulate-passes"];
 
 /// The header that a build of these sources by this compiler gets.
 pub fn provenance(root: &Path, toolchain: &Toolchain, arch: Arch) -> Result<Provenance> {
@@ -30,7 +36,7 @@ pub fn provenance(root: &Path, toolchain: &Toolchain, arch: Arch) -> Result<Prov
 pub fn ptx(root: &Path, toolchain: &Toolchain, arch: Arch) -> Result<String> {
     let header = provenance(root, toolchain, arch)?.header();
     let directory = target_directory(root, arch);
-    cargo(root, toolchain, arch, &["rustc", "--lib", "--crate-type", "cdylib"], None)?;
+    cargo(root, toolchain, arch, &directory, &LIBRARY, &[], None)?;
     let built = directory.join(TARGET).join("ptx/tide_device.ptx");
     let text = std::fs::read_to_string(&built).with_context(|| format!("{}", built.display()))?;
     let mut text: String = text.lines().flat_map(|line| [line.trim_end(), "\n"]).collect();
@@ -40,10 +46,20 @@ pub fn ptx(root: &Path, toolchain: &Toolchain, arch: Arch) -> Result<String> {
     Ok(header + &text)
 }
 
+/// Builds the device crate with its entry points over NCCL, as bitcode that is not optimised yet: what they call is large, and
+/// decides what is worth inlining or unrolling.
+pub fn bitcode(root: &Path, toolchain: &Toolchain, arch: Arch) -> Result<PathBuf> {
+    // Apart from the other build: its files have the same names.
+    let directory = target_directory(root, arch).with_file_name(format!("{}-nccl", arch.cpu));
+    let command = [&LIBRARY[..], &["--features", "nccl"]].concat();
+    cargo(root, toolchain, arch, &directory, &command, &BITCODE_FLAGS, None)?;
+    Ok(directory.join(TARGET).join("ptx/deps/tide_device.bc"))
+}
+
 /// Tells the assembler the largest block of a kernel, for which Rust has no attribute. Whichever assembler a driver
 /// brings, the registers it gives the kernel then leave room for that block; for one, without the second directive it
 /// would make room for two, and spill.
-fn state_block_size(text: &mut String, kernel: Kernel) -> Result<()> {
+pub fn state_block_size(text: &mut String, kernel: Kernel) -> Result<()> {
     let name = kernel.name();
     let entry = text.find(&format!(".entry {name}(")).with_context(|| format!("{name} is no entry point"))?;
     let body = text[entry..].find("\n{").with_context(|| format!("{name} has no body"))?;
@@ -53,10 +69,21 @@ fn state_block_size(text: &mut String, kernel: Kernel) -> Result<()> {
 
 /// Runs clippy over the device crate as it is built for the GPU.
 pub fn clippy(root: &Path, toolchain: &Toolchain, driver: &Path, arch: Arch) -> Result<()> {
-    cargo(root, toolchain, arch, &["check", "--lib"], Some(driver))
+    let directory = target_directory(root, arch);
+    cargo(root, toolchain, arch, &directory, &["check", "--lib", "--features", "nccl"], &[], Some(driver))
 }
 
-fn cargo(root: &Path, toolchain: &Toolchain, arch: Arch, command: &[&str], wrapper: Option<&Path>) -> Result<()> {
+/// `directory` is one for each architecture and kind of build: flags are not part of what cargo tells builds apart by. `extra`
+/// are flags for the device crate alone.
+fn cargo(
+    root: &Path,
+    toolchain: &Toolchain,
+    arch: Arch,
+    directory: &Path,
+    command: &[&str],
+    extra: &[&str],
+    wrapper: Option<&Path>,
+) -> Result<()> {
     let rust_sources = std::fs::canonicalize(toolchain.sysroot.join("lib/rustlib/src/rust"))?;
     let mut flags = vec![format!("-Ctarget-cpu={}", arch.cpu), format!("-Ctarget-feature={PTX_FEATURE}")];
     flags.extend(FLAGS.map(str::to_string));
@@ -82,12 +109,14 @@ fn cargo(root: &Path, toolchain: &Toolchain, arch: Arch, command: &[&str], wrapp
         .args(command)
         .args(["--package", "tide-device", "--profile", "ptx", "--locked"])
         .args(["--target", TARGET, "-Zbuild-std=core"])
+        .args(if extra.is_empty() { None } else { Some("--") })
+        .args(extra)
         .env("RUSTC", &toolchain.rustc)
         // The compiler is a stable one; building `core` and the PTX entry points are not stable features.
         .env("RUSTC_BOOTSTRAP", "1")
         .env("PATH", &toolchain.path)
         .env("CARGO_ENCODED_RUSTFLAGS", flags.join("\x1f"))
-        .env("CARGO_TARGET_DIR", target_directory(root, arch))
+        .env("CARGO_TARGET_DIR", directory)
         .current_dir(root)
         .output()
         .with_context(|| format!("{}", toolchain.cargo.display()))?;
@@ -97,9 +126,12 @@ fn cargo(root: &Path, toolchain: &Toolchain, arch: Arch, command: &[&str], wrapp
     Ok(())
 }
 
-/// One for each architecture: flags are not part of what cargo tells builds apart by.
 fn target_directory(root: &Path, arch: Arch) -> PathBuf {
+    target(root).join("ptx").join(arch.cpu)
+}
+
+/// Cargo's target folder.
+pub fn target(root: &Path) -> PathBuf {
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
-    let target = if target.is_absolute() { target } else { root.join(target) };
-    target.join("ptx").join(arch.cpu)
+    if target.is_absolute() { target } else { root.join(target) }
 }

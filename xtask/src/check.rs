@@ -17,23 +17,39 @@ use std::path::Path;
 pub type Findings = Vec<String>;
 
 /// What a check came to.
-struct Outcome {
+pub struct Outcome {
     /// What was looked at.
-    detail: String,
+    pub detail: String,
     /// Planted faults, and what the check said of each.
-    planted: Vec<(String, Findings)>,
+    pub planted: Vec<(String, Findings)>,
     /// What it said of clean specimens.
-    clean: Findings,
+    pub clean: Findings,
     /// What it said of the real thing.
-    findings: Findings,
+    pub findings: Findings,
 }
 
-/// A committed file.
-struct Committed {
-    arch: Arch,
-    text: String,
-    module: Module,
+/// A file of PTX.
+pub struct File {
+    /// Its name.
+    pub name: String,
+    /// What it is built for.
+    pub arch: Arch,
+    /// What it says.
+    pub text: String,
+    /// What that means.
+    pub module: Module,
 }
+
+impl File {
+    /// Reads a text.
+    pub fn new(name: String, arch: Arch, text: String) -> Self {
+        let module = Module::parse(&text);
+        Self { name, arch, text, module }
+    }
+}
+
+/// The kernels that a module is to have.
+pub type Kernels<'a> = &'a [Expectation];
 
 /// Runs every check and prints a line for each. Returns how many failed.
 pub fn all(root: &Path) -> usize {
@@ -51,28 +67,27 @@ pub fn all(root: &Path) -> usize {
         judge("clippy", toolchain().and_then(|toolchain| check_clippy(root, toolchain))),
         judge("sources", sources().and_then(|sources| check_sources(sources, files()?))),
         judge("rebuild", toolchain().and_then(|toolchain| check_rebuild(root, toolchain, files()?))),
-        judge("entries", files().map(check_entries)),
-        judge("barriers", files().map(check_barriers)),
-        judge("instructions", files().map(check_instructions)),
+        judge("entries", files().map(|files| check_entries(files, &KERNELS))),
+        judge("barriers", files().map(|files| check_barriers(files, &KERNELS))),
+        judge("instructions", files().map(|files| check_instructions(files, &KERNELS))),
         judge("atomics", files().map(|files| check_statements(files, atomics, &specimen::ATOMICS))),
         judge("reads", files().map(|files| check_statements(files, reads, &specimen::READS))),
         judge("arithmetic", files().map(|files| check_statements(files, arithmetic, &specimen::ARITHMETIC))),
         judge("ptxas", ptxas().and_then(|ptxas| check_ptxas(ptxas, files()?))),
-        judge("memory", ptxas().and_then(|ptxas| check_memory(ptxas, files()?))),
-        judge("registers", ptxas().and_then(|ptxas| check_registers(ptxas, files()?))),
+        judge("memory", ptxas().and_then(|ptxas| check_memory(ptxas, files()?, &KERNELS, NO_FRAME))),
+        judge("registers", ptxas().and_then(|ptxas| check_registers(ptxas, files()?, &KERNELS))),
     ];
     lines.iter().filter(|passed| !**passed).count()
 }
 
-fn committed(root: &Path, arch: Arch) -> Result<Committed> {
+fn committed(root: &Path, arch: Arch) -> Result<File> {
     let path = root.join("device/ptx").join(arch.file_name());
     let text = std::fs::read_to_string(&path).with_context(|| format!("{}", path.display()))?;
-    let module = Module::parse(&text);
-    Ok(Committed { arch, text, module })
+    Ok(File::new(arch.file_name(), arch, text))
 }
 
 /// Prints a check's line. Whether it passed.
-fn judge(name: &str, outcome: Result<Outcome>) -> bool {
+pub fn judge(name: &str, outcome: Result<Outcome>) -> bool {
     let (line, problems) = match outcome {
         Err(error) => ("cannot run".to_string(), vec![format!("{error:#}")]),
         Ok(outcome) => {
@@ -105,10 +120,9 @@ fn problems(outcome: &Outcome) -> Findings {
 }
 
 /// The findings in every file, each with the file's name.
-fn in_files(files: &[Committed], examine: impl Fn(&Module) -> Findings) -> Findings {
-    let of_file = |file: &Committed| {
-        let name = file.arch.file_name();
-        examine(&file.module).into_iter().map(move |finding| format!("{name}: {finding}"))
+fn in_files(files: &[File], examine: impl Fn(&Module) -> Findings) -> Findings {
+    let of_file = |file: &File| {
+        examine(&file.module).into_iter().map(|finding| format!("{}: {finding}", file.name)).collect::<Findings>()
     };
     files.iter().flat_map(of_file).collect()
 }
@@ -175,7 +189,7 @@ fn short(hash: &str) -> &str {
     hash.get(..12).unwrap_or(hash)
 }
 
-fn check_sources(sources: &[Source], files: &[Committed]) -> Result<Outcome> {
+fn check_sources(sources: &[Source], files: &[File]) -> Result<Outcome> {
     let header = |sources: &[Source]| {
         let hash = provenance::hash(sources);
         Provenance { compiler: "c".into(), target: "t".into(), flags: "f".into(), sources: hash }.header()
@@ -190,7 +204,7 @@ fn check_sources(sources: &[Source], files: &[Committed]) -> Result<Outcome> {
         ("a file without a header".to_string(), source_hash(".version 8.6", sources)),
     ];
     let findings = files.iter().flat_map(|file| {
-        source_hash(&file.text, sources).into_iter().map(|finding| format!("{}: {finding}", file.arch.file_name()))
+        source_hash(&file.text, sources).into_iter().map(|finding| format!("{}: {finding}", file.name))
     });
     Ok(Outcome {
         detail: format!(
@@ -225,11 +239,11 @@ fn same_build(committed: &str, built: &str) -> Findings {
     vec![format!("not what the sources give: differs from line {line} on; run `cargo xtask ptx`")]
 }
 
-fn check_rebuild(root: &Path, toolchain: &Toolchain, files: &[Committed]) -> Result<Outcome> {
+fn check_rebuild(root: &Path, toolchain: &Toolchain, files: &[File]) -> Result<Outcome> {
     let mut outcome = Outcome { detail: String::new(), planted: Vec::new(), clean: Vec::new(), findings: Vec::new() };
     let mut details = Vec::new();
     for file in files {
-        let name = file.arch.file_name();
+        let name = &file.name;
         let built = build::ptx(root, toolchain, file.arch)?;
         let ours = Provenance::of(&built)?;
         let how = match Provenance::of(&file.text) {
@@ -252,16 +266,16 @@ fn check_rebuild(root: &Path, toolchain: &Toolchain, files: &[Committed]) -> Res
 }
 
 /// Whether a module's functions are exactly the kernels: each an entry point, nothing called.
-fn entries(module: &Module) -> Findings {
+fn entries(module: &Module, kernels: Kernels) -> Findings {
     let mut findings = Vec::new();
-    for name in KERNELS.map(|kernel| kernel.name()) {
+    for name in kernels.iter().map(Expectation::name) {
         let count = module.functions.iter().filter(|function| function.name == name).count();
         if count != 1 || module.entry(name).is_none() {
             findings.push(format!("{name} is not there as one entry point"));
         }
     }
     for function in &module.functions {
-        if !KERNELS.iter().any(|kernel| kernel.name() == function.name) {
+        if !kernels.iter().any(|kernel| kernel.name() == function.name) {
             findings.push(format!("{} is no kernel of the table", function.name));
         }
         if function.count(|statement| mnemonic(statement).starts_with("call")) > 0 {
@@ -271,43 +285,38 @@ fn entries(module: &Module) -> Findings {
     findings
 }
 
-fn check_entries(files: &[Committed]) -> Outcome {
-    let clean = specimen::module();
-    let first = KERNELS[0].name();
+pub fn check_entries(files: &[File], kernels: Kernels) -> Outcome {
+    let clean = specimen::module(kernels);
+    let first = kernels[0].name();
+    let examine = |text: &str| entries(&Module::parse(text), kernels);
     let planted = vec![
-        ("a missing kernel".to_string(), entries(&Module::parse(&clean.replace(first, "tide_other")))),
-        (
-            "a kernel that is no entry".to_string(),
-            entries(&Module::parse(&clean.replacen(".visible .entry", ".func", 1))),
-        ),
-        (
-            "a function beside the kernels".to_string(),
-            entries(&Module::parse(&format!("{clean}.func helper(\n)\n{{\n\tret;\n}}\n"))),
-        ),
-        ("a call".to_string(), entries(&Module::parse(&specimen::with(&clean, first, "call.uni helper, (param0)")))),
+        ("a missing kernel".to_string(), examine(&clean.replace(first, "tide_other"))),
+        ("a kernel that is no entry".to_string(), examine(&clean.replacen(".visible .entry", ".func", 1))),
+        ("a function beside the kernels".to_string(), examine(&format!("{clean}.func helper(\n)\n{{\n\tret;\n}}\n"))),
+        ("a call".to_string(), examine(&specimen::with(&clean, first, "call.uni helper, (param0)"))),
     ];
     Outcome {
-        detail: format!("{} kernels, all code inside them", KERNELS.len()),
+        detail: format!("{} kernels, all code inside them", kernels.len()),
         planted,
-        clean: entries(&Module::parse(&clean)),
-        findings: in_files(files, entries),
+        clean: examine(&clean),
+        findings: in_files(files, |module| entries(module, kernels)),
     }
 }
 
 /// What `examine` says of each kernel of the table.
-fn of_kernels(module: &Module, examine: impl Fn(&Function, &Expectation) -> Findings) -> Findings {
+fn of_kernels(module: &Module, kernels: Kernels, examine: impl Fn(&Function, &Expectation) -> Findings) -> Findings {
     let of_kernel = |kernel: &Expectation| match module.entry(kernel.name()) {
         None => vec![format!("{} is not there", kernel.name())],
         Some(function) => {
             examine(function, kernel).into_iter().map(|finding| format!("{}: {finding}", kernel.name())).collect()
         }
     };
-    KERNELS.iter().flat_map(of_kernel).collect()
+    kernels.iter().flat_map(of_kernel).collect()
 }
 
 /// Whether every barrier of the source stands in the PTX once.
-fn barriers(module: &Module) -> Findings {
-    of_kernels(module, |function, kernel| {
+fn barriers(module: &Module, kernels: Kernels) -> Findings {
+    of_kernels(module, kernels, |function, kernel| {
         let found = function.count(is_barrier);
         if found == kernel.barriers {
             Vec::new()
@@ -317,24 +326,25 @@ fn barriers(module: &Module) -> Findings {
     })
 }
 
-fn check_barriers(files: &[Committed]) -> Outcome {
-    let clean = specimen::module();
+pub fn check_barriers(files: &[File], kernels: Kernels) -> Outcome {
+    let clean = specimen::module(kernels);
+    let examine = |text: &str| barriers(&Module::parse(text), kernels);
     let mut planted = Vec::new();
-    for Expectation { kernel, barriers: count, .. } in KERNELS {
+    for &Expectation { kernel, barriers: count, .. } in kernels {
         let name = kernel.name();
         let twice = specimen::with(&clean, name, "@%p1 bar.sync 0, %r1");
-        planted.push((format!("a barrier too many in {name}"), barriers(&Module::parse(&twice))));
+        planted.push((format!("a barrier too many in {name}"), examine(&twice)));
         if count > 0 {
             let none = specimen::without(&clean, name, is_barrier);
-            planted.push((format!("a barrier too few in {name}"), barriers(&Module::parse(&none))));
+            planted.push((format!("a barrier too few in {name}"), examine(&none)));
         }
     }
-    let total: usize = KERNELS.iter().map(|kernel| kernel.barriers).sum();
+    let total: usize = kernels.iter().map(|kernel| kernel.barriers).sum();
     Outcome {
         detail: format!("{total} barriers of the sources, each once"),
         planted,
-        clean: barriers(&Module::parse(&clean)),
-        findings: in_files(files, barriers),
+        clean: examine(&clean),
+        findings: in_files(files, |module| barriers(module, kernels)),
     }
 }
 
@@ -348,34 +358,35 @@ fn is_expected(statement: &str, wanted: &str) -> bool {
 }
 
 /// Whether each kernel holds the instructions that it must.
-fn instructions(module: &Module) -> Findings {
-    of_kernels(module, |function, kernel| {
+fn instructions(module: &Module, kernels: Kernels) -> Findings {
+    of_kernels(module, kernels, |function, kernel| {
         let missing = kernel.instructions.iter().filter(|wanted| function.count(|s| is_expected(s, wanted)) == 0);
         missing.map(|wanted| format!("no {wanted}")).collect()
     })
 }
 
-fn check_instructions(files: &[Committed]) -> Outcome {
-    let clean = specimen::module();
+pub fn check_instructions(files: &[File], kernels: Kernels) -> Outcome {
+    let clean = specimen::module(kernels);
+    let examine = |text: &str| instructions(&Module::parse(text), kernels);
     let mut planted = Vec::new();
-    for Expectation { kernel, instructions: wanted, .. } in KERNELS {
+    for &Expectation { kernel, instructions: wanted, .. } in kernels {
         let name = kernel.name();
         for wanted in wanted {
             let text = specimen::without(&clean, name, |statement| is_expected(statement, wanted));
-            planted.push((format!("{name} without {wanted}"), instructions(&Module::parse(&text))));
+            planted.push((format!("{name} without {wanted}"), examine(&text)));
         }
     }
     Outcome {
-        detail: format!("{} expected in {} kernels, all there", planted.len(), KERNELS.len()),
+        detail: format!("{} expected in {} kernels, all there", planted.len(), kernels.len()),
         planted,
-        clean: instructions(&Module::parse(&clean)),
-        findings: in_files(files, instructions),
+        clean: examine(&clean),
+        findings: in_files(files, |module| instructions(module, kernels)),
     }
 }
 
 /// A check of each statement by itself: what it forbids, and examples of that.
 fn check_statements(
-    files: &[Committed],
+    files: &[File],
     forbid: fn(&str) -> Option<&'static str>,
     (detail, allowed, forbidden): &(&str, &[&str], &[&str]),
 ) -> Outcome {
@@ -389,7 +400,7 @@ fn check_statements(
         };
         module.functions.iter().flat_map(of_function).collect()
     };
-    let clean = specimen::module();
+    let clean = specimen::module(&KERNELS);
     let with = |statement: &str| examine(&Module::parse(&specimen::with(&clean, KERNELS[0].name(), statement)));
     let mut innocent = examine(&Module::parse(&clean));
     innocent.extend(allowed.iter().flat_map(|statement| with(statement)));
@@ -454,10 +465,10 @@ fn rejection(ptxas: &Ptxas, ptx: &str, cpu: &str) -> Findings {
     }
 }
 
-fn check_ptxas(ptxas: &Ptxas, files: &[Committed]) -> Result<Outcome> {
+pub fn check_ptxas(ptxas: &Ptxas, files: &[File]) -> Result<Outcome> {
     let mut outcome = Outcome { detail: String::new(), planted: Vec::new(), clean: Vec::new(), findings: Vec::new() };
     for file in files {
-        let (cpu, name) = (file.arch.cpu, file.arch.file_name());
+        let (cpu, name) = (file.arch.cpu, &file.name);
         let good = specimen::assembly(cpu, "", "mov.u32 %r1, %tid.x;");
         let bad = specimen::assembly(cpu, "", "add.no_such_type %r1, %r1, %r1;");
         outcome.clean.extend(rejection(ptxas, &good, cpu));
@@ -471,12 +482,16 @@ fn check_ptxas(ptxas: &Ptxas, files: &[Committed]) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// What lies in memory that should lie in registers.
-fn memory(reports: &[Report]) -> Findings {
+/// No stack frame is allowed.
+pub const NO_FRAME: u64 = 0;
+
+/// What lies in memory that should lie in registers: spills, local memory, and a stack frame of more than `frame_bytes_max`.
+fn memory(reports: &[Report], frame_bytes_max: u64) -> Findings {
     let mut findings = Vec::new();
     for Report { name, frame_bytes, spill_bytes, local_bytes, .. } in reports {
         // The assembler counts a frame as local memory too.
         let local_bytes = &local_bytes.saturating_sub(*frame_bytes);
+        let frame_bytes = if *frame_bytes > frame_bytes_max { frame_bytes } else { &0 };
         for (bytes, what) in [(frame_bytes, "stack frame"), (spill_bytes, "spills"), (local_bytes, "local memory")] {
             if *bytes > 0 {
                 findings.push(format!("{name}: {bytes} bytes of {what}"));
@@ -487,40 +502,43 @@ fn memory(reports: &[Report]) -> Findings {
 }
 
 /// The assembler's reports of a file, one for each kernel of the table.
-fn reports(ptxas: &Ptxas, file: &Committed) -> Result<Vec<Report>> {
+fn reports(ptxas: &Ptxas, file: &File, kernels: Kernels) -> Result<Vec<Report>> {
     let reports = ptxas.assemble(&file.text, file.arch.cpu)?;
-    for name in KERNELS.map(|kernel| kernel.name()) {
+    for name in kernels.iter().map(Expectation::name) {
         if !reports.iter().any(|report| report.name == name) {
-            bail!("{}: ptxas reports nothing of {name}", file.arch.file_name());
+            bail!("{}: ptxas reports nothing of {name}", file.name);
         }
     }
     Ok(reports)
 }
 
-fn check_memory(ptxas: &Ptxas, files: &[Committed]) -> Result<Outcome> {
+pub fn check_memory(ptxas: &Ptxas, files: &[File], kernels: Kernels, frame_bytes_max: u64) -> Result<Outcome> {
     let mut outcome = Outcome {
-        detail: "no spill, no stack frame, no local memory".to_string(),
+        detail: match frame_bytes_max {
+            NO_FRAME => "no spill, no stack frame, no local memory".to_string(),
+            bytes => format!("no spill, no local memory, no stack frame above {bytes} bytes"),
+        },
         planted: Vec::new(),
         clean: Vec::new(),
         findings: Vec::new(),
     };
     for file in files {
         let cpu = file.arch.cpu;
-        let of = |text: &str| ptxas.assemble(text, cpu).map(|reports| memory(&reports));
+        let of = |text: &str| ptxas.assemble(text, cpu).map(|reports| memory(&reports, frame_bytes_max));
         outcome.clean.extend(of(&specimen::assembly(cpu, "", "mov.u32 %r1, %tid.x;"))?);
         outcome.planted.push((format!("an indexed array ({cpu})"), of(&specimen::stack_frame(cpu))?));
         outcome.planted.push((format!("more values than registers ({cpu})"), of(&specimen::spill(cpu))?));
-        let findings = memory(&reports(ptxas, file)?);
-        outcome.findings.extend(findings.into_iter().map(|finding| format!("{}: {finding}", file.arch.file_name())));
+        let findings = memory(&reports(ptxas, file, kernels)?, frame_bytes_max);
+        outcome.findings.extend(findings.into_iter().map(|finding| format!("{}: {finding}", file.name)));
     }
     Ok(outcome)
 }
 
 /// Kernels whose largest block does not fit a multiprocessor's registers, which are dealt out by the warp, in steps of
 /// 8 a thread.
-fn registers(reports: &[Report]) -> Findings {
+fn registers(reports: &[Report], kernels: Kernels) -> Findings {
     let too_many = |report: &Report| {
-        let kernel = KERNELS.iter().find(|kernel| kernel.name() == report.name)?.kernel;
+        let kernel = kernels.iter().find(|kernel| kernel.name() == report.name)?.kernel;
         let warps_of_part = kernel.block_threads_max().div_ceil(32).div_ceil(PARTS_PER_SM);
         let needed = warps_of_part * 32 * report.registers.next_multiple_of(8);
         let finding = format!(
@@ -534,22 +552,25 @@ fn registers(reports: &[Report]) -> Findings {
     reports.iter().filter_map(too_many).collect()
 }
 
-fn check_registers(ptxas: &Ptxas, files: &[Committed]) -> Result<Outcome> {
-    let of = |registers| Report { name: KERNELS[0].name().to_string(), registers, ..Report::default() };
+pub fn check_registers(ptxas: &Ptxas, files: &[File], kernels: Kernels) -> Result<Outcome> {
+    let of = |used| {
+        let report = Report { name: KERNELS[0].name().to_string(), registers: used, ..Report::default() };
+        registers(&[report], &KERNELS)
+    };
     let mut findings = Vec::new();
     let mut most = 0;
     for file in files {
-        let reports = reports(ptxas, file)?;
+        let reports = reports(ptxas, file, kernels)?;
         most = reports.iter().map(|report| report.registers).fold(most, u32::max);
-        findings.extend(registers(&reports).into_iter().map(|finding| format!("{}: {finding}", file.arch.file_name())));
+        findings.extend(registers(&reports, kernels).into_iter().map(|finding| format!("{}: {finding}", file.name)));
     }
     Ok(Outcome {
         detail: format!("at most {most} a thread; the largest block of every kernel fits"),
         planted: vec![
-            ("255 registers for a large block".to_string(), registers(&[of(255)])),
-            ("a register too many for a block of 16 warps".to_string(), registers(&[of(129)])),
+            ("255 registers for a large block".to_string(), of(255)),
+            ("a register too many for a block of 16 warps".to_string(), of(129)),
         ],
-        clean: registers(&[of(128)]),
+        clean: of(128),
         findings,
     })
 }
@@ -579,10 +600,10 @@ mod tests {
     }
 
     /// The specimen, committed for every architecture: all checks of text must pass it.
-    fn clean_files() -> Vec<Committed> {
-        let file = |arch| {
-            let text = specimen::module();
-            Committed { arch, module: Module::parse(&text), text }
+    fn clean_files() -> Vec<File> {
+        let file = |arch: Arch| {
+            let text = specimen::module(&KERNELS);
+            File::new(arch.file_name(), arch, text)
         };
         ARCHS.map(file).into()
     }
@@ -591,9 +612,9 @@ mod tests {
     fn checks_of_text_are_proven_and_pass_the_specimen() {
         let files = clean_files();
         for outcome in [
-            check_entries(&files),
-            check_barriers(&files),
-            check_instructions(&files),
+            check_entries(&files, &KERNELS),
+            check_barriers(&files, &KERNELS),
+            check_instructions(&files, &KERNELS),
             check_statements(&files, atomics, &specimen::ATOMICS),
             check_statements(&files, reads, &specimen::READS),
             check_statements(&files, arithmetic, &specimen::ARITHMETIC),
@@ -606,10 +627,10 @@ mod tests {
     #[test]
     fn faults_in_a_committed_file_are_found() {
         let spoilt = |statement: &str| {
-            let text = specimen::with(&specimen::module(), KERNELS[0].name(), statement);
-            vec![Committed { arch: ARCHS[0], module: Module::parse(&text), text }]
+            let text = specimen::with(&specimen::module(&KERNELS), KERNELS[0].name(), statement);
+            vec![File::new("specimen".into(), ARCHS[0], text)]
         };
-        assert_eq!(check_barriers(&spoilt("bar.sync 0")).findings.len(), 1);
+        assert_eq!(check_barriers(&spoilt("bar.sync 0"), &KERNELS).findings.len(), 1);
         let unscoped = spoilt("atom.global.add.u64 %rd1, [%rd2], 1");
         assert_eq!(check_statements(&unscoped, atomics, &specimen::ATOMICS).findings.len(), 1);
         let contracted = spoilt("fma.rn.f32 %r1, %r2, %r3, %r4");

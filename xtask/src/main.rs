@@ -2,6 +2,8 @@
 //!
 //! * `cargo xtask ptx` builds the device crate as PTX, one file per architecture, into `device/ptx/`.
 //! * `cargo xtask ptx --out DIR` builds it into another directory.
+//! * `cargo xtask ptx --nccl NCCL` builds the network kernels over NCCL's device code, and examines them; `NCCL` is a folder with
+//!   `lib/libnccl_device.bc` and `include/nccl.h`, as a wheel's `nvidia/nccl`.
 //! * `cargo xtask ptx --check` proves that the committed PTX is what the sources give, and that it is fit to run.
 //!
 //! Only these need a compiler that can build for a GPU (`scripts/install-device-toolchain.sh`); everything else in
@@ -10,6 +12,7 @@
 mod build;
 mod check;
 mod lint;
+mod nccl;
 mod provenance;
 mod ptx;
 mod ptxas;
@@ -22,10 +25,11 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 const USAGE: &str = "\
-usage: cargo xtask ptx [--check | --out DIR]
+usage: cargo xtask ptx [--check | [--nccl NCCL] [--out DIR]]
 
   ptx             build device/ptx/*.ptx from the device crate
   ptx --out DIR   build into DIR instead
+  ptx --nccl NCCL build the network kernels over NCCL's device code into target/nccl-ptx, or DIR, and examine them
   ptx --check     rebuild, compare with the committed files, and examine them";
 
 fn main() -> ExitCode {
@@ -34,6 +38,8 @@ fn main() -> ExitCode {
     let outcome = match words[..] {
         ["ptx"] => write_ptx(&root().join("device/ptx")),
         ["ptx", "--out", directory] => write_ptx(Path::new(directory)),
+        ["ptx", "--nccl", nccl] => nccl_ptx(Path::new(nccl), &build::target(&root()).join("nccl-ptx")),
+        ["ptx", "--nccl", nccl, "--out", directory] => nccl_ptx(Path::new(nccl), Path::new(directory)),
         ["ptx", "--check"] => check_ptx(),
         ["--help" | "-h" | "help"] => {
             println!("{USAGE}");
@@ -69,6 +75,14 @@ fn write_ptx(directory: &Path) -> Result<()> {
         let path = directory.join(arch.file_name());
         std::fs::write(&path, &text)?;
         println!("{}: {} bytes", path.display(), text.len());
+    }
+    Ok(())
+}
+
+fn nccl_ptx(nccl: &Path, directory: &Path) -> Result<()> {
+    let failed = nccl::write_and_check(&root(), nccl, directory)?;
+    if failed > 0 {
+        bail!("{failed} checks failed: the modules are not fit to run");
     }
     Ok(())
 }

@@ -56,6 +56,14 @@ pub fn sources(root: &Path) -> Result<Vec<Source>> {
     Ok(files)
 }
 
+/// The files that modules over NCCL are built from: as [`sources`], and what the device crate calls.
+pub fn nccl_sources(root: &Path) -> Result<Vec<Source>> {
+    let mut files = sources(root)?;
+    collect(root, "nccl-gin/src/device", &mut files)?;
+    files.sort();
+    Ok(files)
+}
+
 fn collect(root: &Path, directory: &str, files: &mut Vec<Source>) -> Result<()> {
     for entry in std::fs::read_dir(root.join(directory)).with_context(|| directory.to_string())? {
         let entry = entry?;
@@ -79,7 +87,16 @@ pub fn hash(files: &[Source]) -> String {
         hasher.update((contents.len() as u64).to_le_bytes());
         hasher.update(contents);
     }
-    hasher.finalize().iter().fold(String::new(), |mut text, byte| {
+    hex(&hasher.finalize())
+}
+
+/// SHA-256 of one file's contents.
+pub fn digest(contents: &[u8]) -> String {
+    hex(&Sha256::digest(contents))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut text, byte| {
         write!(text, "{byte:02x}").expect("a String takes it");
         text
     })

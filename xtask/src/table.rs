@@ -3,7 +3,7 @@
 //! The barrier counts are those of the sources. A compiler pass that copies a barrier into both sides of a branch
 //! makes a warp meet two barriers where the source has one, and hang.
 
-use tide_device::abi::kernel::Kernel;
+use tide_device::abi::kernel::{Kernel, NcclBackend};
 
 /// An architecture that PTX is built for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,8 +58,8 @@ impl Expectation {
     }
 }
 
-/// Every kernel, in the order of [`Kernel::ALL`].
-pub const KERNELS: [Expectation; Kernel::ALL.len()] = [
+/// The kernels of the base module, in the order of [`Kernel::BASE`].
+pub const KERNELS: [Expectation; Kernel::BASE.len()] = [
     Expectation { kernel: Kernel::SumBf16, barriers: 1, instructions: &SUM },
     Expectation { kernel: Kernel::SumF32, barriers: 1, instructions: &SUM },
     Expectation {
@@ -108,10 +108,93 @@ pub const KERNELS: [Expectation; Kernel::ALL.len()] = [
 const _: () = {
     let mut i = 0;
     while i < KERNELS.len() {
-        assert!(KERNELS[i].kernel as usize == Kernel::ALL[i] as usize, "the table is in the order of the kernels");
+        assert!(KERNELS[i].kernel as usize == Kernel::BASE[i] as usize, "the table is in the order of the kernels");
         i += 1;
     }
 };
+
+/// The kernels of a module over NCCL, in the order of [`Kernel::NCCL`]. What is not ours among the instructions is what that back
+/// end's doorbell, queue and completion come to in NCCL 2.32.3; docs/decisions/0002-nccl-device-code.md reads them.
+pub const fn nccl_kernels(backend: NcclBackend) -> &'static [Expectation] {
+    match backend {
+        NcclBackend::Gdaki => &NCCL_GDAKI,
+        NcclBackend::Proxy => &NCCL_PROXY,
+    }
+}
+
+/// Largest stack frame of a kernel over NCCL, bytes. GDAKI needs none. For PROXY, NCCL puts together a descriptor of 128 bytes
+/// in memory and copies it to the host's queue in vectors, which is what keeps it out of registers.
+pub const fn nccl_frame_bytes_max(backend: NcclBackend) -> u64 {
+    match backend {
+        NcclBackend::Gdaki => 0,
+        NcclBackend::Proxy => 128,
+    }
+}
+
+static NCCL_GDAKI: [Expectation; Kernel::NCCL.len()] = [
+    Expectation { kernel: Kernel::NetNccl, barriers: 1, instructions: &nccl_net(GDAKI_POST) },
+    Expectation { kernel: Kernel::FinalizeNccl, barriers: 0, instructions: &nccl_finalize(GDAKI_POST) },
+];
+
+static NCCL_PROXY: [Expectation; Kernel::NCCL.len()] = [
+    Expectation { kernel: Kernel::NetNccl, barriers: 1, instructions: &nccl_net(PROXY_POST) },
+    Expectation { kernel: Kernel::FinalizeNccl, barriers: 0, instructions: &nccl_finalize(PROXY_POST) },
+];
+
+/// A fence for the NIC; slots of the send queue are reserved, the entries written and made ready, the doorbell rung; and a look
+/// for the completion.
+const GDAKI_POST: [&str; 6] = [
+    "fence.release.sys",
+    "atom.add.relaxed.gpu.u64",
+    "st.weak.cs.v2.b64",
+    "fence.release.gpu",
+    "st.mmio.relaxed.sys.global.b64",
+    "ld.relaxed.sys.global.L1::no_allocate.b8",
+];
+
+/// A fence for the NIC; a slot of the proxy's queue is claimed, seen to be free, and the descriptor written; and a look for
+/// the completion.
+const PROXY_POST: [&str; 5] = [
+    "fence.acq_rel.sys",
+    "atom.add.relaxed.sys.u32",
+    "ld.relaxed.sys.b32",
+    "st.global.wt.v4.u32",
+    "ld.acquire.sys.b32",
+];
+
+/// What a flush needs beside: NCCL's clock, and our wait past its deadline.
+const FLUSH: [&str; 5] =
+    [CLOCK, GLOBALTIMER, "nanosleep.u32", "atom.acq_rel.sys.global.cas.b32", "st.release.sys.global.b64"];
+
+const fn nccl_finalize<const N: usize>(post: [&'static str; N]) -> [&'static str; 11] {
+    let mut all = [CLOCK; 11];
+    let mut i = 0;
+    while i < N {
+        all[i] = post[i];
+        i += 1;
+    }
+    let mut j = 0;
+    while j < FLUSH.len() {
+        all[i + j] = FLUSH[j];
+        j += 1;
+    }
+    all
+}
+
+/// As the finalizer; and it looks at signals, and crosses to bulk copies.
+const fn nccl_net<const N: usize>(post: [&'static str; N]) -> [&'static str; 13] {
+    let (finalize, mut all) = (nccl_finalize(post), ["ld.acquire.sys.b64"; 13]);
+    let mut i = 0;
+    while i < finalize.len() {
+        all[i] = finalize[i];
+        i += 1;
+    }
+    all[i] = "fence.proxy.async";
+    all
+}
+
+/// The clock that NCCL's timeouts are told by: a register, like [`GLOBALTIMER`].
+const CLOCK: &str = "%clock64";
 
 /// The timer that every deadline is told by. A register, not a mnemonic: it is looked for among the operands.
 const GLOBALTIMER: &str = "%globaltimer";

@@ -37,6 +37,20 @@ impl fmt::Display for Toolchain {
     }
 }
 
+impl Toolchain {
+    /// Runs one of LLVM's tools, the compiler's own. Its output; its failure is an error.
+    pub fn tool(&self, name: &str, arguments: &[&Path]) -> Result<String> {
+        let mut command = Command::new(name);
+        command.args(arguments).env("PATH", &self.path);
+        let output = command.output().with_context(|| name.to_string())?;
+        if !output.status.success() {
+            let said = String::from_utf8_lossy(&output.stderr);
+            bail!("{name}: {}", said.lines().take(8).collect::<Vec<_>>().join("; "));
+        }
+        Ok(String::from_utf8(output.stdout)?)
+    }
+}
+
 /// What `rustc -vV` says, as far as it is used.
 struct Verbose {
     line: String,

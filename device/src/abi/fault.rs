@@ -31,11 +31,13 @@ pub enum WaitKind {
     RoundArrived = 11,
     /// The target of an all-gather's next round has the lead of the round before.
     Pace = 12,
+    /// The network's word that all posted puts are complete here: of NCCL's flush, success is expected, its result seen.
+    Flush = 13,
 }
 
 impl WaitKind {
     /// Every kind, for decoding a record.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Credit,
         Self::Arrival,
         Self::StageFull,
@@ -48,6 +50,7 @@ impl WaitKind {
         Self::GatherDone,
         Self::RoundArrived,
         Self::Pace,
+        Self::Flush,
     ];
 }
 

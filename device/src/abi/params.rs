@@ -142,6 +142,39 @@ pub struct LoopbackHandle {
 
 assert_layout!(LoopbackHandle, size 32, arenas at 0, signals_offset at 8, context_count at 16, own_node at 24);
 
+/// A rank's handle on NCCL's network. Peers are ranks of the rail's communicator, numbered by node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct NcclHandle {
+    /// Address of the rail's device communicator, in device memory.
+    pub comm: u64,
+    /// NCCL's window that covers the arena: its device address. Registered with strict ordering, as the signals ask.
+    pub window: u64,
+    /// Byte offset of the arena in the window, the same at every rank.
+    pub window_offset: u64,
+    /// Byte offset of signal 0 in every arena.
+    pub signals_offset: u64,
+    /// How long a flush may look before it looks at the deadline, cycles of the SM's clock.
+    pub flush_slice_cycles: u64,
+    /// Contexts of the communicator that the rank uses.
+    pub context_count: u32,
+    /// Most entries that one thread may have outstanding on a context: two for a put of up to 1 GiB that signals, one for a
+    /// put or a signal alone. At least 2; more than [`NcclHandle::QUEUE_ENTRIES_MAX`] are not used. The threads of all kernels
+    /// that post at a time, finalizers among them, must together fit the queue to a peer: NCCL's post into a full one waits
+    /// without limit.
+    pub queue_entries_max: u32,
+}
+
+assert_layout!(
+    NcclHandle, size 48, comm at 0, window at 8, window_offset at 16, signals_offset at 24, flush_slice_cycles at 32,
+    context_count at 40, queue_entries_max at 44,
+);
+
+impl NcclHandle {
+    /// Most entries that a thread's share can be: a kernel counts them in a byte.
+    pub const QUEUE_ENTRIES_MAX: u32 = u8::MAX as u32;
+}
+
 /// The signal that is none.
 pub const NO_SIGNAL: u32 = u32::MAX;
 
@@ -264,7 +297,7 @@ assert_layout!(NetRound, size 24, put_first at 0, wave at 16);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct NetRank {
-    /// Address of the network's handle: for the loopback a [`LoopbackHandle`].
+    /// Address of the network's handle: a [`LoopbackHandle`] or an [`NcclHandle`].
     pub gin: u64,
     /// Wait bound and fault record.
     pub deadline: Deadline,
@@ -344,15 +377,19 @@ assert_layout!(Credit, size 8, peer at 0, signal at 4);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub struct FinalizeParams {
-    /// Address of the network's handle: for the loopback a [`LoopbackHandle`].
+    /// Address of the network's handle: a [`LoopbackHandle`] or an [`NcclHandle`].
     pub gin: u64,
+    /// Wait bound and fault record.
+    pub deadline: Deadline,
     /// `[Credit; credit_count]`.
     pub credits: u64,
     /// Credits.
-    pub credit_count: u64,
+    pub credit_count: u32,
+    /// The rank that returns them.
+    pub rank: u32,
 }
 
-assert_layout!(FinalizeParams, size 24, gin at 0, credits at 8, credit_count at 16);
+assert_layout!(FinalizeParams, size 48, gin at 0, deadline at 8, credits at 32, credit_count at 40, rank at 44);
 
 /// One shard of [`crate::kernels::cast`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]

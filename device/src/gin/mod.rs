@@ -9,6 +9,7 @@
 //! Every call is made by one thread.
 
 pub mod loopback;
+pub mod nccl;
 
 use crate::abi::params::Deadline;
 use crate::arch::shared::SharedAddr;

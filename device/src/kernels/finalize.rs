@@ -1,9 +1,10 @@
 //! Returns credits once what they cover was read: the finalizer of a wave [TIDE App. G].
 //!
 //! Launch: one block of one warp, in stream order behind the wait that all local ranks have landed; dynamic shared memory
-//! of [`Gin::shared_bytes`].
+//! of [`Gin::shared_bytes`]. It ends with a flush: no launch leaves a post behind, so each begins with all of its share of the
+//! network's queues.
 
-use crate::abi::params::{Credit, Deadline, FinalizeParams};
+use crate::abi::params::{Credit, FinalizeParams};
 use crate::arch::{shared, thread};
 use crate::gin::Gin;
 
@@ -18,9 +19,8 @@ pub unsafe fn finalize<G: Gin>(params: *const FinalizeParams) {
     if thread::thread_idx_x() != 0 {
         return;
     }
-    let no_waits = Deadline { timeout_ns: 0, fault: 0, claim: 0 };
-    // SAFETY: the handle is of the back end `G`; this thread is alone. Signals without puts wait for nothing.
-    let mut gin = unsafe { G::open(p.gin, shared::dynamic(), no_waits, 0) };
+    // SAFETY: the handle is of the back end `G`; this thread is alone.
+    let mut gin = unsafe { G::open(p.gin, shared::dynamic(), p.deadline, p.rank) };
     for i in 0..p.credit_count {
         // SAFETY: inside the table, whose signals exist at the peers.
         unsafe {
@@ -28,4 +28,5 @@ pub unsafe fn finalize<G: Gin>(params: *const FinalizeParams) {
             gin.signal(0, credit.peer, credit.signal);
         }
     }
+    gin.flush();
 }

@@ -63,6 +63,8 @@ pub struct Device {
     loaded: RwLock<Loaded>,
     /// What it is.
     pub properties: DeviceProperties,
+    /// The architecture of the PTX that it takes, as `sm_90`.
+    pub arch: &'static str,
     /// Longest pitch of a strided copy or fill, bytes.
     pub pitch_bytes_max: u64,
     /// Least and greatest priority of a stream; a greater one is a smaller number.
@@ -125,6 +127,7 @@ impl Device {
             context,
             loaded: RwLock::default(),
             properties,
+            arch: image.file.strip_suffix(".ptx").unwrap_or(image.file),
             pitch_bytes_max,
             priorities: (0, 0),
             transfer: Mutex::new(Transfer {
@@ -134,7 +137,7 @@ impl Device {
             }),
         };
         this.enter()?;
-        this.load(image.file, image.text, &Kernel::ALL)?;
+        this.load(image.file, image.text, &Kernel::BASE)?;
         // SAFETY: both outlive the call.
         unsafe { driver.cuCtxGetStreamPriorityRange(&mut this.priorities.0, &mut this.priorities.1) }.ok()?;
         let transfer = this.new_transfer()?;
@@ -174,13 +177,13 @@ impl Device {
     /// A loaded kernel.
     ///
     /// # Errors
-    /// [`TideError::Unsupported`] for a kernel of a module that was not loaded.
+    /// [`TideError::Unsupported`] where its module is not loaded.
     pub fn function(&self, kernel: Kernel) -> Result<Function> {
         let loaded = self.loaded.read().unwrap_or_else(PoisonError::into_inner);
         let found = loaded.functions.iter().find(|(k, _)| *k == kernel);
         found.map(|(_, function)| *function).ok_or_else(|| TideError::Unsupported {
-            needed: format!("the kernel {}", kernel.name()),
-            found: "modules without it".to_owned(),
+            needed: format!("the module of {}", kernel.name()),
+            found: format!("{} without it: it is built with NCCL (`cargo xtask ptx --nccl`)", self.properties.name),
         })
     }
 

@@ -25,6 +25,7 @@ pub mod doctor;
 pub mod driver;
 mod ledger;
 mod memory;
+pub mod nccl_module;
 pub mod ptx;
 mod queues;
 
@@ -145,6 +146,14 @@ impl CudaGpu {
         let this = Arc::new(Self { driver, options, devices, memory, queues });
         this.try_everything()?;
         Ok(this)
+    }
+
+    /// The architecture of the PTX that a device takes, as `sm_90`.
+    ///
+    /// # Errors
+    /// [`TideError::Usage`] for a device that is not there.
+    pub fn arch(&self, device: u32) -> Result<&'static str> {
+        Ok(self.device(device)?.arch)
     }
 
     /// Runs every kind of operation once on every device, towards every device, and looks at what came of it: the driver
@@ -335,7 +344,7 @@ impl CudaGpu {
 
     /// Refuses blocks that wait for each other where they would not all be resident.
     fn check_resident(&self, device: &Device, launch: &Launch<'_>) -> Result<()> {
-        if launch.kernel != Kernel::NetLoopback {
+        if !launch.kernel.blocks_wait_for_each_other() {
             return Ok(());
         }
         let most = device.resident_blocks_max(launch.kernel, launch.block, launch.shared_bytes)?;

@@ -366,7 +366,7 @@ impl Setup<'_> {
 
     /// Loads the network kernels.
     fn load(&mut self, backend: NcclBackend, module: ModuleOf<'_>) -> Result<()> {
-        let loaded = module(backend).and_then(|text| self.gpu.load_kernels(&text, &Kernel::of_nccl(backend)));
+        let loaded = module(backend).and_then(|text| self.gpu.load_kernels(&text, &Kernel::NCCL));
         self.together("network kernels", loaded)
     }
 

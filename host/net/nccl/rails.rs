@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 use tide_device::abi::fault::WaitTag;
-use tide_device::abi::kernel::{Kernel, NcclBackend};
+use tide_device::abi::kernel::Kernel;
 use tide_device::abi::params::NcclHandle;
 
 /// Host signals from each peer that a collective takes: one of each kind, and one that nobody waits for, because NCCL has
@@ -27,14 +27,10 @@ const CONTEXT: u32 = 0;
 /// Cycles of an SM's clock that a flush looks before it looks at the deadline: about half a millisecond.
 const FLUSH_SLICE_CYCLES: u64 = 1 << 20;
 
-/// What the device path runs where there is one node, and no round: never launched.
-const NO_BACKEND: NcclBackend = NcclBackend::Proxy;
-
 /// The rails of one collective.
 pub(super) struct NcclRails {
     window: Arc<NcclWindow>,
     options: NetOptions,
-    backend: NcclBackend,
     /// Device path, per driven rank.
     handles: Vec<Option<DeviceBuffer>>,
     /// Host path.
@@ -62,13 +58,8 @@ impl NcclRails {
     pub(super) fn new(window: Arc<NcclWindow>, signals_offset: u64, options: NetOptions) -> Result<Self> {
         let fabric = window.fabric();
         let ranks = fabric.driven.ranks;
-        let mut this = Self {
-            backend: NO_BACKEND,
-            handles: ranks.iter().map(|_| None).collect(),
-            host: None,
-            window: Arc::clone(&window),
-            options,
-        };
+        let mut this =
+            Self { handles: ranks.iter().map(|_| None).collect(), host: None, window: Arc::clone(&window), options };
         if fabric.way != Way::None && fabric.way.path() != options.path {
             return Err(TideError::usage(format!(
                 "the fabric's rails go by the {}, the communicator's do not",
@@ -78,8 +69,7 @@ impl NcclRails {
         match fabric.way {
             Way::None => {}
             Way::Host => this.host = Some(HostSignals { set: fabric.take_signal_set()?, awaited: Mutex::default() }),
-            Way::Device(backend) => {
-                this.backend = backend;
+            Way::Device(_) => {
                 for rank in ranks.iter() {
                     let handle = this.device_handle(rank, signals_offset)?;
                     let device = fabric.driven.devices[ranks.index(rank)];
@@ -140,11 +130,11 @@ impl Net for NcclRails {
     }
 
     fn rounds_kernel(&self) -> Kernel {
-        Kernel::of_nccl(self.backend)[0]
+        Kernel::NetNccl
     }
 
     fn finalize_kernel(&self) -> Kernel {
-        Kernel::of_nccl(self.backend)[1]
+        Kernel::FinalizeNccl
     }
 
     fn handle(&self, rank: Rank) -> DevicePtr {

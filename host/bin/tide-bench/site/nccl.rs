@@ -1,13 +1,12 @@
 //! The ranks of a cluster, connected by NCCL: one per process where a launcher has started them, else all in this one.
 
-use std::path::{Path as FilePath, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
 use nccl_gin::host::Library;
-use tide_device::abi::kernel::NcclBackend;
-use tide_gpu::gpu::Gpu;
+use tide_gpu::gpu::cuda::nccl_module::{LoadedNccl, find as find_module};
 use tide_gpu::gpu::cuda::{CudaGpu, CudaOptions};
 use tide_gpu::launch::{Alone, Exchange, Placement, Rendezvous, RendezvousOptions};
 use tide_gpu::net::Fabric;
@@ -59,15 +58,23 @@ pub fn connect(arguments: &RunArgs, notes: &mut Vec<String>) -> Result<(Arc<dyn 
     if sharing > found.device_count {
         share_gpus(notes);
     }
-    let gpu: Arc<dyn Gpu> = CudaGpu::new(gpu_options)?;
+    let gpu = CudaGpu::new(gpu_options)?;
+    let arch = gpu.arch(devices[0])?;
     align_traffic_class(notes);
     let library = Library::load().map_err(TideError::from)?;
     notes.push(format!("NCCL {} ({})", library.version(), library.path().display()));
     let options = NcclOptions { path: arguments.path.map(Into::into), timeout, ..Default::default() };
     let driven = Driven { topology, ranks, devices };
     let folder = modules_folder(arguments);
-    let module = |backend| module(folder.as_deref(), backend, &library);
-    let fabric = NcclFabric::connect(gpu, library.clone(), driven, exchange, &options, &module)?;
+    let loaded = LoadedNccl::new(library.version().0, library.device_bitcode().as_deref());
+    let module = |backend| match &folder {
+        Some(folder) => find_module(folder, &loaded, backend, arch),
+        None => Err(TideError::Unsupported {
+            needed: "a module of `cargo xtask ptx --nccl`".into(),
+            found: "neither --nccl-modules nor TIDE_NCCL_MODULES".into(),
+        }),
+    };
+    let fabric = NcclFabric::connect(gpu, library, driven, exchange, &options, &module)?;
     notes.push(format!("rails: {}", fabric.way()));
     notes.extend(fabric.passed_over().iter().map(|why| format!("not taken: {why}")));
     let path = match fabric.way() {
@@ -116,13 +123,4 @@ fn align_traffic_class(notes: &mut Vec<String>) {
 /// Where modules are looked for that were linked with NCCL's device code.
 fn modules_folder(arguments: &RunArgs) -> Option<PathBuf> {
     arguments.nccl_modules.clone().or_else(|| std::env::var_os("TIDE_NCCL_MODULES").map(PathBuf::from))
-}
-
-/// The module for a back end and the library that was loaded.
-fn module(folder: Option<&FilePath>, backend: NcclBackend, library: &Library) -> tide_gpu::Result<String> {
-    let needed = || format!("a module of NCCL {}, {} (cargo xtask ptx --nccl)", library.version(), backend.name());
-    let lacking = |found: String| TideError::Unsupported { needed: needed(), found };
-    let folder = folder.ok_or_else(|| lacking("neither --nccl-modules nor TIDE_NCCL_MODULES".to_owned()))?;
-    tide_gpu::gpu::cuda::nccl_module::find(folder, library.version().0, library.device_bitcode().as_deref(), backend)
-        .map_err(|error| lacking(error.to_string()))
 }
