@@ -432,7 +432,7 @@ fn no_window_is_an_error_with_a_reason() {
         fake.set("null_windows", 1);
         fake.set("device_api", 0);
         let library = fake.library();
-        on_comms(&library, 2, &Config { blocking, ..quick() }, |comm| {
+        on_comms(&library, 2, &Config { blocking, ..Config::default() }, |comm| {
             let memory = Memory::alloc(&library, 8).unwrap();
             let error = comm.register(&memory, SYMMETRIC).unwrap_err();
             let NcclError::NullWindow { reason } = &error else { panic!("{error}") };
@@ -573,7 +573,7 @@ fn addresses_are_those_of_the_lsa_team_and_multicast_only_where_there_is_one() {
     let fake = Fake::new();
     fake.set("lsa_team_size", 2);
     let library = fake.library();
-    on_comms(&library, 4, &quick(), |comm| {
+    on_comms(&library, 4, &Config::default(), |comm| {
         let window = window(&comm, 64);
         let near = comm.rank() ^ 1;
         let far = (comm.rank() + 2) % 4;
@@ -797,8 +797,8 @@ fn a_group_that_is_dropped_is_ended() {
 #[test]
 fn a_group_spans_the_communicators_of_a_thread() {
     let fake = Fake::new();
-    on_comms(&fake.library(), 2, &quick(), |comm| {
-        let child = comm.split(Some(0), -(comm.rank() as i32), &quick()).unwrap().unwrap();
+    on_comms(&fake.library(), 2, &Config::default(), |comm| {
+        let child = comm.split(Some(0), -(comm.rank() as i32), &Config::default()).unwrap().unwrap();
         let mut group = Group::start(&[&child, &comm]).unwrap();
         // SAFETY: the stand-in's streams are done at once.
         unsafe {
@@ -828,7 +828,7 @@ fn a_device_communicator_has_what_was_asked_for() {
     let fake = Fake::new();
     fake.set("gin", 3);
     fake.set("lsa_team_size", 2);
-    on_comms(&fake.library(), 4, &quick(), |comm| {
+    on_comms(&fake.library(), 4, &Config::default(), |comm| {
         let requirements = Requirements {
             connection: GinConnection::Full,
             context_count: Some(3),
@@ -952,7 +952,7 @@ fn a_creation_that_hangs_ends_with_the_deadline() {
 fn a_reduce_scatter_sums_each_ranks_part() {
     let fake = Fake::new();
     let library = fake.library();
-    on_comms(&library, 3, &quick(), |comm| {
+    on_comms(&library, 3, &Config::default(), |comm| {
         let rank = comm.rank();
         let values: Vec<u8> = (0..6).flat_map(|i| ((rank * 10 + i) as f32).to_ne_bytes()).collect();
         let (all, own) = (Memory::alloc(&library, 24).unwrap(), Memory::alloc(&library, 8).unwrap());
