@@ -33,7 +33,6 @@ impl Instance {
 /// What `listen` makes.
 pub struct Listener {
     key: u64,
-    comm: u64,
     _alive: Counted,
 }
 
@@ -48,6 +47,7 @@ pub struct Address {
     magic: u64,
     process: u64,
     key: u64,
+    /// For the log: `key` alone says who belongs together.
     comm: u64,
 }
 
@@ -73,7 +73,7 @@ impl Listener {
     pub(crate) fn new<M: Mover>(instance: &Instance) -> (Self, Address) {
         let (key, comm) = (M::world().number(), instance.comm);
         let address = Address { magic: MAGIC, process: u64::from(std::process::id()), key, comm };
-        (Self { key, comm, _alive: Counted::new(&M::world().alive.listeners) }, address)
+        (Self { key, _alive: Counted::new(&M::world().alive.listeners) }, address)
     }
 }
 
@@ -108,7 +108,7 @@ impl<M: Mover> Coll<M> {
     /// Joins those whose handles these are.
     ///
     /// # Errors
-    /// If they are not all of this process and communicator, or the own one is at another rank.
+    /// If they are not all of this process, or the own one is at another rank.
     pub(crate) fn connect(addresses: &[Address], rank: usize, listener: &Listener) -> Result<Self> {
         for (peer, address) in addresses.iter().enumerate() {
             if address.magic != MAGIC {
@@ -119,12 +119,6 @@ impl<M: Mover> Coll<M> {
                     "rank {peer} is in process {}, rank {rank} in {}: this plugin joins threads of one process only",
                     address.process,
                     std::process::id()
-                )));
-            }
-            if address.comm != listener.comm {
-                return Err(Fault::argument(format!(
-                    "rank {peer} is of communicator {:#x}, rank {rank} of {:#x}",
-                    address.comm, listener.comm
                 )));
             }
         }

@@ -113,7 +113,8 @@ impl<M: Mover> Context<M> {
     pub fn start(&mut self, index: usize, rank: usize, copy: Option<Copy>, signal: Option<Signal>) -> Result<u32> {
         self.sound()?;
         let queue = self.queue(index, rank)?;
-        let copy = match copy.filter(|copy| copy.bytes > 0) {
+        // NCCL flushes by putting a word onto itself.
+        let copy = match copy.filter(|copy| copy.bytes > 0 && copy.to != copy.from) {
             Some(copy) => {
                 let started = self.lane.copy(copy.to, copy.from, copy.bytes);
                 Some(self.fail(started)?)

@@ -238,6 +238,11 @@ fn requests_of_a_queue_end_in_order_and_progress_drives_them() {
             me.progress();
         }
         me.wait(request);
+        // Onto itself there is nothing to copy: the planted failure does not come up.
+        alone.fail(0);
+        let (code, request) = me.put(0, 0, (region, 3), (region, 3), 1);
+        ok(code);
+        me.wait(request);
         me.close(&[region]);
     });
     at_zero(&alone);
@@ -262,9 +267,13 @@ fn a_peer_that_never_registers_ends_in_an_error() {
 #[test]
 fn a_peer_that_has_left_ends_it_at_once() {
     let alone = alone(6);
-    with_ranks(2, |me, rank, _| {
+    with_ranks(2, |me, rank, meet| {
+        // A rank that had left before the other connected would be one that never came.
+        meet.meet();
         if rank == 0 {
+            let start = Instant::now();
             assert_eq!(me.register(&Memory::new(1)).0, SYSTEM);
+            assert!(start.elapsed() < alone.world().deadline() / 2);
         }
         me.close(&[]);
     });
@@ -314,7 +323,7 @@ fn handles_of_others_are_refused() {
     let refused = |handles: &mut [[u8; 128]], rank, listener, code| {
         assert_eq!(Rank::connect(handles, handles.len(), rank, listener).0, code);
     };
-    refused(&mut [first_handle, second_handle], 0, first, INVALID); // another communicator
+    refused(&mut [first_handle, second_handle], 1, first, INVALID); // another rank's
     refused(&mut [first_handle, [0; 128]], 0, first, INVALID); // another plugin
     refused(&mut [first_handle, first_handle], 0, second, INVALID); // another listener
     let mut elsewhere = first_handle;

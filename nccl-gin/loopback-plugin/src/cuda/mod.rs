@@ -9,7 +9,7 @@
 //! A copy within the GPU may, as the driver likes, be carried out by its multiprocessors. With `TIDE_LOOPBACK_PLUGIN_BOUNCE=1` it goes
 //! through pinned memory of the host, which only copy engines do: for kernels that occupy the whole GPU.
 
-mod driver;
+pub mod driver;
 
 use crate::fault::{Fault, Result};
 use crate::mover::{Mover, Place, Space};
