@@ -99,6 +99,10 @@ impl Mover for HostLane {
     fn poll(&mut self, ticket: &mut Ticket) -> Result<bool> {
         self.step();
         let early = EARLY.load(Ordering::Relaxed) && self.random.u8(..8) == 0;
+        if early {
+            // A copy is put off until nobody looks any more; a signal is still to come.
+            self.work.retain(|(number, work)| *number != ticket.0 || !matches!(work, Work::Copy { .. }));
+        }
         Ok(early || self.work.iter().all(|(number, _)| *number != ticket.0))
     }
 }
