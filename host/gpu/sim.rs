@@ -84,7 +84,7 @@ struct Inner {
     /// Grows with every event and launch that completes.
     completions: u64,
     seen: (u64, u64),
-    launches: Vec<(u32, LaunchId)>,
+    launches: Vec<LaunchId>,
     /// Memory waits that ran out.
     faults: Vec<Fault>,
     error: Option<String>,
@@ -225,7 +225,7 @@ impl Inner {
     fn reap_launches(&mut self) {
         let scheduler = &self.scheduler;
         let before = self.launches.len();
-        self.launches.retain(|(_, id)| !scheduler.is_done(*id));
+        self.launches.retain(|id| !scheduler.is_done(*id));
         self.completions += (before - self.launches.len()) as u64;
     }
 
@@ -291,7 +291,7 @@ impl Inner {
                     // SAFETY: whoever enqueued the launch promised it.
                     let id = unsafe { self.scheduler.launch(*kernel, params, device, *grid, *block, *shared_bytes) };
                     *running = Some(id);
-                    self.launches.push((stream, id));
+                    self.launches.push(id);
                     (Turn::Moved, false)
                 }
             },
@@ -498,14 +498,22 @@ impl Gpu for SimGpu {
         Ok(Stream(id as u32))
     }
 
+    /// Takes back what the stream holds, a kernel that runs included: an event recorded in it that has not completed never
+    /// will.
     fn destroy_stream(&self, stream: Stream) {
         let mut inner = self.lock();
-        let Inner { streams, hardware_queues, completions, .. } = &mut *inner;
+        let Inner { scheduler, streams, hardware_queues, completions, .. } = &mut *inner;
         let state = &mut streams[stream.0 as usize];
-        for ticket in state.ops.drain(..).filter_map(|queued| queued.ticket) {
-            hardware_queues[state.hardware_queue].retain(|t| *t != ticket);
-            *completions += 1;
+        for Queued { op, ticket } in state.ops.drain(..) {
+            if let Op::Launch { running: Some(launch), .. } = op {
+                scheduler.cancel(launch);
+            }
+            if let Some(ticket) = ticket {
+                hardware_queues[state.hardware_queue].retain(|t| *t != ticket);
+                *completions += 1;
+            }
         }
+        inner.reap_launches();
     }
 
     fn copy(&self, stream: Stream, copy: &Copy2d) -> Result<()> {
