@@ -241,3 +241,53 @@ fn freed_memory_is_a_fault_for_streams_that_live() {
     let error = gpu.synchronize(streams[1], 1).unwrap_err().to_string();
     assert!(error.contains("illegal address in row 0 of a copy"), "{error}");
 }
+
+/// A communicator that stalls tells of its own waits and records, whatever has failed before it on the same GPUs.
+#[test]
+fn a_fault_stays_with_its_communicator() {
+    for path in [Path::Device, Path::Host] {
+        let gpu: Arc<dyn Gpu> = SimGpu::new(SimOptions::default());
+        let options = CommunicatorOptions { path, timeout: Duration::from_millis(5), ..Default::default() };
+        let new = |m, l| Communicator::new(Arc::clone(&gpu), Topology::new(m, l).unwrap(), options.clone()).unwrap();
+        let case = Case { path, dtype: GradientDtype::F32, ..Case::new(2, 1, &[&[7, 5], &[3]]) };
+        let (first, second) = (new(3, 2), new(2, 1));
+        let gate = Gate::new(&gpu, 1 << 40);
+        let mut ag = AllGather::new(&first, &case.group(), AllGatherOptions::default()).unwrap();
+        let mut ranks = vec![RankGather::default(); 6];
+        ranks[5].ready = Some(gate.opened);
+        ag.enqueue(&ranks).unwrap();
+        let error = first.synchronize().unwrap_err().to_string();
+        assert!(error.contains("ag seq=0"), "{error}");
+        // The second one is healthy, then has a fault of its own: one of its ranks is behind the gate, another waits for it.
+        let mut rs = ReduceScatter::new(&second, &case.group(), case.dtype, &case.options).unwrap();
+        let given = buffers(&case, &second, &rs);
+        rs.enqueue(&given.ranks, Scale::default()).unwrap();
+        second.synchronize().unwrap();
+        let mut behind = given.ranks.clone();
+        behind[1].ready = Some(gate.opened);
+        rs.enqueue(&behind, Scale::default()).unwrap();
+        let error = second.synchronize().unwrap_err();
+        println!("{path:?}: {error}");
+        assert!(matches!(&error, TideError::FailStop(fault) if fault.epoch == 1 && fault.rank < 2), "{error}");
+        assert!(error.to_string().contains("rs seq=1"), "{error}");
+    }
+}
+
+/// Where none of its own waits ran out, the communicator blames none, but says that others hold it up.
+#[test]
+fn a_communicator_that_others_hold_up_says_so() {
+    let gpu: Arc<dyn Gpu> = SimGpu::new(SimOptions::default());
+    let comm =
+        Communicator::new(Arc::clone(&gpu), Topology::new(1, 1).unwrap(), CommunicatorOptions::default()).unwrap();
+    let case = Case { dtype: GradientDtype::F32, ..Case::new(1, 1, &[&[7, 5]]) };
+    let mut rs = ReduceScatter::new(&comm, &case.group(), case.dtype, &case.options).unwrap();
+    let mut given = buffers(&case, &comm, &rs);
+    let gate = Gate::new(&gpu, 3_000_000);
+    given.ranks[0].ready = Some(gate.opened);
+    rs.enqueue(&given.ranks, Scale::default()).unwrap();
+    let error = comm.synchronize().unwrap_err();
+    let text = error.to_string();
+    let parts = ["held up by work outside it", "0.003 s", "0/1"];
+    assert!(parts.iter().all(|part| text.contains(part)), "{text}");
+    assert!(matches!(comm.check(), Err(TideError::Poisoned { first }) if first == text));
+}

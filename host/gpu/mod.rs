@@ -136,8 +136,9 @@ pub enum SyncOutcome {
     Complete,
     /// Nothing moves any more, or not for the time given.
     Stalled {
-        /// The memory waits of streams that ran out. Those of kernels are in their fault records.
-        faults: Vec<Fault>,
+        /// Of every stream of the process that hangs on a memory wait, which stream and which wait: whose it is, and so
+        /// whether it matters, is for the caller to say. Those of kernels are in their fault records.
+        faults: Vec<(Stream, Fault)>,
     },
 }
 
