@@ -7,7 +7,7 @@ use common::{Case, assert_close, int_fill, reference};
 use std::sync::Arc;
 use std::time::Duration;
 use tide_gpu::gpu::sim::{SimGpu, SimOptions};
-use tide_gpu::gpu::{Copy2d, DeviceBuffer, Event, Gpu, MemoryWait, Priority, Stream};
+use tide_gpu::gpu::{Copy2d, DeviceBuffer, Event, Gpu, MemoryWait, Priority, Stream, SyncOutcome};
 use tide_gpu::layout::Dtype;
 use tide_gpu::plan::Topology;
 use tide_gpu::{
@@ -290,4 +290,23 @@ fn a_communicator_that_others_hold_up_says_so() {
     let parts = ["held up by work outside it", "0.003 s", "0/1"];
     assert!(parts.iter().all(|part| text.contains(part)), "{text}");
     assert!(matches!(comm.check(), Err(TideError::Poisoned { first }) if first == text));
+}
+
+/// A wait without end holds its stream up and nothing else; that it can never hold is found at once.
+#[test]
+fn a_wait_without_end_that_never_holds_is_a_stall() {
+    for timeout_ns in [u64::MAX, u64::MAX - 1] {
+        let sim = SimGpu::new(SimOptions::default());
+        let gpu: Arc<dyn Gpu> = sim.clone();
+        let gate = Gate::new(&gpu, timeout_ns);
+        let outcome = gpu.synchronize(gate.stream, 1).unwrap();
+        assert!(format!("{outcome:?}").contains("expected: 1, seen: Some(0)"), "{outcome:?}");
+        // Time has not run away: others still have deadlines, and go on.
+        assert!(sim.now_ns() < 1 << 40);
+        let bounded = Gate::new(&gpu, 1_000_000);
+        assert!(matches!(gpu.synchronize(bounded.stream, 1).unwrap(), SyncOutcome::Stalled { .. }));
+        assert!((1_000_000..1 << 40).contains(&sim.now_ns()));
+        gate.open();
+        assert_eq!(gpu.synchronize(gate.stream, 1).unwrap(), SyncOutcome::Complete);
+    }
 }

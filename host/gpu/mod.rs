@@ -123,7 +123,7 @@ pub struct MemoryWait {
     pub address: DevicePtr,
     /// It is waited for until the word is at or after this, modulo 2^64.
     pub value: u64,
-    /// Longest wait, ns.
+    /// Longest wait, ns; `u64::MAX` for one without end.
     pub timeout_ns: u64,
     /// Who waits for whom, for the fault that a longer wait becomes.
     pub tag: WaitTag,

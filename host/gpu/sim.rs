@@ -17,7 +17,7 @@ use tide_device::abi::signal::reached;
 use tide_device::arch::machine::Machine;
 use tide_device::arch::sim::Sim;
 use tide_device::arch::sim::memory::Memory;
-use tide_device::arch::sim::sched::{LaunchId, MachineOptions, Scheduler};
+use tide_device::arch::sim::sched::{LATEST_NS, LaunchId, MachineOptions, Scheduler};
 
 /// How the simulated GPUs behave.
 #[derive(Debug, Clone)]
@@ -400,7 +400,7 @@ impl Inner {
     fn stream_deadline(&self) -> Option<(u64, usize)> {
         let deadline = |s: &StreamState| match &s.ops.front()?.op {
             Op::WaitValue { wait, since_ns: Some(since), expired_ns: None } => {
-                Some(since.saturating_add(wait.timeout_ns))
+                Some(since.saturating_add(wait.timeout_ns)).filter(|at| *at <= LATEST_NS)
             }
             _ => None,
         };

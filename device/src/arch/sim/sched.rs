@@ -56,6 +56,10 @@ impl Default for MachineOptions {
     }
 }
 
+/// The latest moment that virtual time jumps to, ns: 146 years. A deadline behind it never comes, as that of a wait without
+/// end; so time never runs out, and later waits keep deadlines of their own.
+pub const LATEST_NS: u64 = 1 << 62;
+
 /// Why a thread gave up its turn.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Suspend {
@@ -807,9 +811,9 @@ impl Scheduler {
         world.now_ns += world.rng.u64(1..40);
     }
 
-    /// The next moment at which a waiting thread gives up.
+    /// The next moment at which a waiting thread gives up; `None` if none ever does.
     pub fn next_deadline_ns(&self) -> Option<u64> {
-        self.world().deadlines().min()
+        self.world().deadlines().filter(|at| *at <= LATEST_NS).min()
     }
 
     /// Jumps to `now_ns` and lets threads whose deadline has come look again.
