@@ -61,6 +61,13 @@ pub enum TideError {
     /// A wait passed its deadline; the communicator is poisoned.
     #[error("{0}")]
     FailStop(Box<Fault>),
+    /// A stream of the communicator does not go on, and none of the communicator's own waits says why; the communicator is
+    /// poisoned.
+    #[error("the communicator is held up by {by}")]
+    HeldUp {
+        /// What is known of the cause.
+        by: String,
+    },
     /// The communicator failed earlier and takes no more calls.
     #[error("the communicator is poisoned since: {first}")]
     Poisoned {

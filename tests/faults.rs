@@ -91,3 +91,21 @@ fn t29_a_deadline_trips_at_its_time() {
         assert!(waited >= timeout && waited < timeout + timeout / 10 + Duration::from_micros(50), "{waited:?}");
     }
 }
+
+/// A communicator without a deadline: a lost signal is a stall that nothing times, and no panic at the end of time.
+#[test]
+fn without_a_deadline_a_lost_signal_is_still_an_error() {
+    for path in [Path::Device, Path::Host] {
+        let stopped = (0..300).find_map(|lost| {
+            let mut broken = case(2, 1, path).seed(lost);
+            broken.comm.timeout = Duration::MAX;
+            broken.sim.machine.lose_signal = Some(lost);
+            broken.try_run(|_, r| int_fill(&broken.shapes, r)).err()
+        });
+        match stopped.expect("some lost signal stops the call") {
+            TideError::HeldUp { .. } => assert_eq!(path, Path::Device, "a stream's wait is known without a deadline"),
+            TideError::FailStop(fault) => assert!(fault.kind.is_some() && fault.rank < 2, "{fault}"),
+            other => panic!("{path:?}: {other}"),
+        }
+    }
+}

@@ -595,7 +595,8 @@ mod on_gpu {
         assert!(started.elapsed() < 2 * TIMEOUT);
         let SyncOutcome::Stalled { faults } = outcome else { panic!("{outcome:?}") };
         // The first wait of each stream that does not hold; the culprit, which was enqueued first, comes first.
-        let [fault, _] = &faults[..] else { panic!("{faults:?}") };
+        let [(waiting, fault), (behind, _)] = &faults[..] else { panic!("{faults:?}") };
+        assert_eq!((*waiting, *behind), (stream, other));
         println!("{fault}");
         assert_eq!((fault.kind, fault.peer, fault.expected, fault.seen), (Some(WaitKind::StagingFull), 5, 4, Some(0)));
         assert!(!gpu.is_complete(event).unwrap());

@@ -5,7 +5,7 @@ use crate::error::{Result, TideError};
 use crate::gpu::{DeviceBuffer, Event, Gpu, Priority, Stream, SyncOutcome};
 use crate::launch::{Facts, agree};
 use crate::layout::Group;
-use crate::monitor::{Monitor, root_cause};
+use crate::monitor::{Fault, Monitor, root_cause};
 use crate::net::loopback::LoopbackFabric;
 use crate::net::{Fabric, Net, NetOptions, Path};
 use crate::plan::{Rank, RankRange, Topology};
@@ -131,8 +131,9 @@ impl Communicator {
     /// Waits until all that was enqueued has taken effect.
     ///
     /// # Errors
-    /// [`TideError::FailStop`] if a wait ran out of time: the communicator is poisoned then, and what the call was to write
-    /// is not to be used. [`TideError::Poisoned`] if it was before.
+    /// [`TideError::FailStop`] if a wait of the communicator ran out of time, [`TideError::HeldUp`] if others' work keeps one
+    /// of its streams from going on: the communicator is poisoned then, and what the call was to write is not to be used.
+    /// [`TideError::Poisoned`] if it was before.
     pub fn synchronize(&self) -> Result<()> {
         self.check()?;
         let streams = self.lock().streams.clone();
@@ -140,20 +141,35 @@ impl Communicator {
             let outcome = self.gpu().synchronize(stream, self.timeout_ns());
             match outcome.map_err(|error| self.poison(error))? {
                 SyncOutcome::Complete => {}
-                SyncOutcome::Stalled { mut faults } => {
-                    faults.extend(self.shared.monitor.faults()?);
-                    let error = match root_cause(&faults) {
-                        Some(fault) => TideError::FailStop(Box::new(fault.clone())),
-                        None => TideError::Driver {
-                            call: "synchronize".into(),
-                            detail: "the device has stalled, and no wait says why".into(),
-                        },
-                    };
+                SyncOutcome::Stalled { faults } => {
+                    let error = self.why_stalled(faults).unwrap_or_else(|error| error);
                     return Err(self.poison(error));
                 }
             }
         }
         Ok(())
+    }
+
+    /// What keeps a stream of the communicator from going on. The GPUs serve others as well, whose waits and records are not
+    /// its own: they cannot be its root cause, and their sentences would name ranks that it does not have.
+    fn why_stalled(&self, faults: Vec<(Stream, Fault)>) -> Result<TideError> {
+        let streams = self.lock().streams.clone();
+        let (own, others): (Vec<_>, Vec<_>) = faults.into_iter().partition(|(stream, _)| streams.contains(stream));
+        let mut own: Vec<Fault> = own.into_iter().map(|(_, fault)| fault).collect();
+        own.extend(self.shared.monitor.faults()?);
+        if let Some(fault) = root_cause(&own) {
+            return Ok(TideError::FailStop(Box::new(fault.clone())));
+        }
+        let by = match others.iter().map(|(_, fault)| fault).max_by_key(|fault| fault.waited_ns) {
+            Some(wait) => format!(
+                "work outside it: another stream has waited {:.3} s for a word that stands at {}/{}",
+                wait.waited_ns as f64 * 1e-9,
+                wait.seen.map_or_else(|| "?".into(), |seen| seen.to_string()),
+                wait.expected
+            ),
+            None => "work outside it, or by a kernel that neither ends nor fails: no wait has run out".into(),
+        };
+        Ok(TideError::HeldUp { by })
     }
 
     /// Refuses a communicator that has failed.

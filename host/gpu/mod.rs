@@ -123,7 +123,7 @@ pub struct MemoryWait {
     pub address: DevicePtr,
     /// It is waited for until the word is at or after this, modulo 2^64.
     pub value: u64,
-    /// Longest wait, ns.
+    /// Longest wait, ns; `u64::MAX` for one without end.
     pub timeout_ns: u64,
     /// Who waits for whom, for the fault that a longer wait becomes.
     pub tag: WaitTag,
@@ -136,8 +136,9 @@ pub enum SyncOutcome {
     Complete,
     /// Nothing moves any more, or not for the time given.
     Stalled {
-        /// The memory waits of streams that ran out. Those of kernels are in their fault records.
-        faults: Vec<Fault>,
+        /// Of every stream of the process that hangs on a memory wait, which stream and which wait: whose it is, and so
+        /// whether it matters, is for the caller to say. Those of kernels are in their fault records.
+        faults: Vec<(Stream, Fault)>,
     },
 }
 

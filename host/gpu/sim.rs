@@ -17,7 +17,7 @@ use tide_device::abi::signal::reached;
 use tide_device::arch::machine::Machine;
 use tide_device::arch::sim::Sim;
 use tide_device::arch::sim::memory::Memory;
-use tide_device::arch::sim::sched::{LaunchId, MachineOptions, Scheduler};
+use tide_device::arch::sim::sched::{LATEST_NS, LaunchId, MachineOptions, Scheduler};
 
 /// How the simulated GPUs behave.
 #[derive(Debug, Clone)]
@@ -39,13 +39,31 @@ impl Default for SimOptions {
 }
 
 enum Op {
-    Copy { copy: Copy2d, rows_done: u64 },
+    Copy {
+        copy: Copy2d,
+        rows_done: u64,
+    },
     Fill(Fill2d),
-    Write { address: u64, value: u64 },
-    WaitValue { wait: MemoryWait, since_ns: Option<u64>, expired: bool },
+    Write {
+        address: u64,
+        value: u64,
+    },
+    /// `expired_ns` is how long it had waited when its time ran out.
+    WaitValue {
+        wait: MemoryWait,
+        since_ns: Option<u64>,
+        expired_ns: Option<u64>,
+    },
     Record(u64),
     WaitEvent(u64),
-    Launch { kernel: Kernel, grid: u32, block: u32, shared_bytes: u32, params: Vec<u8>, running: Option<LaunchId> },
+    Launch {
+        kernel: Kernel,
+        grid: u32,
+        block: u32,
+        shared_bytes: u32,
+        params: Vec<u8>,
+        running: Option<LaunchId>,
+    },
 }
 
 /// An operation and its place in its hardware queue; `None` once it has left it.
@@ -84,9 +102,7 @@ struct Inner {
     /// Grows with every event and launch that completes.
     completions: u64,
     seen: (u64, u64),
-    launches: Vec<(u32, LaunchId)>,
-    /// Memory waits that ran out.
-    faults: Vec<Fault>,
+    launches: Vec<LaunchId>,
     error: Option<String>,
     eager_steps_max: u32,
 }
@@ -127,7 +143,6 @@ impl SimGpu {
             completions: 0,
             seen: (0, 0),
             launches: Vec::new(),
-            faults: Vec::new(),
             error: None,
             eager_steps_max: options.eager_steps_max,
         };
@@ -225,7 +240,7 @@ impl Inner {
     fn reap_launches(&mut self) {
         let scheduler = &self.scheduler;
         let before = self.launches.len();
-        self.launches.retain(|(_, id)| !scheduler.is_done(*id));
+        self.launches.retain(|id| !scheduler.is_done(*id));
         self.completions += (before - self.launches.len()) as u64;
     }
 
@@ -291,7 +306,7 @@ impl Inner {
                     // SAFETY: whoever enqueued the launch promised it.
                     let id = unsafe { self.scheduler.launch(*kernel, params, device, *grid, *block, *shared_bytes) };
                     *running = Some(id);
-                    self.launches.push((stream, id));
+                    self.launches.push(id);
                     (Turn::Moved, false)
                 }
             },
@@ -384,16 +399,16 @@ impl Inner {
     /// The earliest deadline of a memory wait at the head of a stream, and the stream.
     fn stream_deadline(&self) -> Option<(u64, usize)> {
         let deadline = |s: &StreamState| match &s.ops.front()?.op {
-            Op::WaitValue { wait, since_ns: Some(since), expired: false } => {
-                Some(since.saturating_add(wait.timeout_ns))
+            Op::WaitValue { wait, since_ns: Some(since), expired_ns: None } => {
+                Some(since.saturating_add(wait.timeout_ns)).filter(|at| *at <= LATEST_NS)
             }
             _ => None,
         };
         self.streams.iter().enumerate().filter_map(|(i, s)| Some((deadline(s)?, i))).min()
     }
 
-    /// Nothing can go on: jumps to the next deadline, and notes the fault of a memory wait whose deadline it is. False if
-    /// nothing has a deadline any more.
+    /// Nothing can go on: jumps to the next deadline, and gives a memory wait up whose deadline it is. False if nothing has a
+    /// deadline any more.
     fn jump(&mut self) -> bool {
         let stream = self.stream_deadline();
         let thread = self.scheduler.next_deadline_ns();
@@ -411,15 +426,28 @@ impl Inner {
     /// Gives the memory wait at the head of a stream up. It goes on waiting, as the hardware's would.
     fn expire(&mut self, stream: usize) {
         let now = self.scheduler.now_ns();
-        let Some(Queued { op: Op::WaitValue { wait, since_ns: Some(since), expired }, .. }) =
+        if let Some(Queued { op: Op::WaitValue { since_ns: Some(since), expired_ns, .. }, .. }) =
             self.streams[stream].ops.front_mut()
-        else {
-            return;
-        };
-        *expired = true;
-        let (wait, waited) = (*wait, now - *since);
-        let seen = self.read_word(wait.address.0).unwrap_or(0);
-        self.faults.push(Fault::new(&wait.tag, 0, wait.value, seen, waited));
+        {
+            *expired_ns = Some(now - *since);
+        }
+    }
+
+    /// Nothing can go on, and nothing has a deadline any more: the memory waits that streams hang on, also those without end.
+    fn open_waits(&mut self) -> Vec<(Stream, Fault)> {
+        let now = self.scheduler.now_ns();
+        let mut faults = Vec::new();
+        for index in 0..self.streams.len() {
+            let Some(Queued { op: Op::WaitValue { wait, since_ns: Some(since), expired_ns }, .. }) =
+                self.streams[index].ops.front()
+            else {
+                continue;
+            };
+            let (wait, waited_ns) = (*wait, expired_ns.unwrap_or(now - since));
+            let seen = self.read_word(wait.address.0);
+            faults.push((Stream(index as u32), Fault::new(&wait.tag, 0, wait.value, seen, waited_ns)));
+        }
+        faults
     }
 }
 
@@ -500,14 +528,22 @@ impl Gpu for SimGpu {
         Ok(Stream(id as u32))
     }
 
+    /// Takes back what the stream holds, a kernel that runs included: an event recorded in it that has not completed never
+    /// will.
     fn destroy_stream(&self, stream: Stream) {
         let mut inner = self.lock();
-        let Inner { streams, hardware_queues, completions, .. } = &mut *inner;
+        let Inner { scheduler, streams, hardware_queues, completions, .. } = &mut *inner;
         let state = &mut streams[stream.0 as usize];
-        for ticket in state.ops.drain(..).filter_map(|queued| queued.ticket) {
-            hardware_queues[state.hardware_queue].retain(|t| *t != ticket);
-            *completions += 1;
+        for Queued { op, ticket } in state.ops.drain(..) {
+            if let Op::Launch { running: Some(launch), .. } = op {
+                scheduler.cancel(launch);
+            }
+            if let Some(ticket) = ticket {
+                hardware_queues[state.hardware_queue].retain(|t| *t != ticket);
+                *completions += 1;
+            }
         }
+        inner.reap_launches();
     }
 
     fn copy(&self, stream: Stream, copy: &Copy2d) -> Result<()> {
@@ -523,7 +559,7 @@ impl Gpu for SimGpu {
     }
 
     fn wait_value(&self, stream: Stream, wait: &MemoryWait) -> Result<()> {
-        self.enqueue(stream, Op::WaitValue { wait: *wait, since_ns: None, expired: false })
+        self.enqueue(stream, Op::WaitValue { wait: *wait, since_ns: None, expired_ns: None })
     }
 
     fn record(&self, stream: Stream) -> Result<Event> {
@@ -580,7 +616,9 @@ impl Gpu for SimGpu {
                 return Ok(SyncOutcome::Complete);
             }
             if !inner.step() && !inner.jump() {
-                return Ok(SyncOutcome::Stalled { faults: inner.faults.clone() });
+                let faults = inner.open_waits();
+                inner.check()?;
+                return Ok(SyncOutcome::Stalled { faults });
             }
         }
     }

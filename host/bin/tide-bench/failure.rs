@@ -60,6 +60,7 @@ fn status_of(cause: &(dyn std::error::Error + 'static)) -> Option<u8> {
         return Some(match error {
             TideError::Unsupported { .. } => UNSUPPORTED,
             TideError::FailStop(_)
+            | TideError::HeldUp { .. }
             | TideError::Poisoned { .. }
             | TideError::Driver { .. }
             | TideError::Rendezvous { .. } => FAIL_STOP,
@@ -81,6 +82,8 @@ mod tests {
         assert_eq!(exit_status(&TideError::usage("x").into()), BAD_USAGE);
         let poisoned = TideError::Poisoned { first: "x".into() };
         assert_eq!(exit_status(&anyhow::Error::from(poisoned)), FAIL_STOP);
+        let held_up = TideError::HeldUp { by: "x".into() };
+        assert_eq!(exit_status(&anyhow::Error::from(held_up)), FAIL_STOP);
         let missing = TideError::Unsupported { needed: "a".into(), found: "b".into() };
         assert_eq!(exit_status(&anyhow::Error::from(missing)), UNSUPPORTED);
         assert_eq!(exit_status(&LayoutError::NoRanks.into()), BAD_USAGE);

@@ -320,7 +320,7 @@ impl CudaGpu {
             let wait = &waiting.wait;
             let mut fault = |seen: Option<u64>| {
                 let waited_ns = moved.max(waiting.since).elapsed().as_nanos() as u64;
-                faults.push(Fault::new(&wait.tag, 0, wait.value, seen, waited_ns));
+                faults.push((stream, Fault::new(&wait.tag, 0, wait.value, seen, waited_ns)));
             };
             if wait.address.is_null() {
                 seen_in.insert(stream);
@@ -329,9 +329,11 @@ impl CudaGpu {
             }
             let mut word = [0; SIGNAL_BYTES as usize];
             if let Err(error) = self.download(wait.address, &mut word) {
-                // Better no culprit than a wrong one.
+                // Better no culprit than a wrong one: nothing is known of this stream. That says nothing of others: the
+                // word may be somebody else's, who has freed it.
                 tracing::warn!(%error, tag = ?wait.tag, "the word of a pending wait cannot be read");
-                break;
+                seen_in.insert(stream);
+                continue;
             }
             let seen = u64::from_ne_bytes(word);
             if !reached(seen, wait.value) {

@@ -16,7 +16,7 @@ use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, CoroutineResult, Yielder};
 use std::boxed::Box;
 use std::cell::Cell;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::format;
 use std::ptr;
 use std::string::{String, ToString};
@@ -55,6 +55,10 @@ impl Default for MachineOptions {
         }
     }
 }
+
+/// The latest moment that virtual time jumps to, ns: 146 years. A deadline behind it never comes, as that of a wait without
+/// end; so time never runs out, and later waits keep deadlines of their own.
+pub const LATEST_NS: u64 = 1 << 62;
 
 /// Why a thread gave up its turn.
 #[derive(Debug, Clone, Copy)]
@@ -523,24 +527,60 @@ impl World {
         if block.live_threads > 0 {
             return;
         }
-        let launch = block.launch;
+        let id = block.launch;
         let (guards_hold, in_flight, index) = (block.shared.guards_hold(), block.bulk_in_flight, block.index);
-        let name = self.launches[&launch].kernel.name();
+        let name = self.launches[&id].kernel.name();
         if !guards_hold {
             self.fail(format!("{name}, block {index}: a write outside the block's shared memory"));
         }
         if in_flight > 0 {
             self.fail(format!("{name}, block {index}: ended with {in_flight} bulk copies in flight"));
         }
-        self.blocks[block_index] = None;
-        self.free_blocks.push(block_index);
-        let id = launch;
-        let launch = self.launches.get_mut(&id).expect("its last block ends now");
-        launch.live_blocks -= 1;
-        self.resident_threads[launch.device as usize] -= launch.block;
+        self.vacate(block_index);
+        let launch = &self.launches[&id];
         if launch.live_blocks == 0 && launch.next_block == launch.grid {
             self.launches.remove(&id);
         }
+        self.start_blocks(world);
+    }
+
+    /// Frees a block's place on its device.
+    fn vacate(&mut self, block: usize) {
+        let id = self.block(block).launch;
+        self.blocks[block] = None;
+        self.free_blocks.push(block);
+        let launch = self.launches.get_mut(&id).expect("the launch of a resident block is not complete");
+        launch.live_blocks -= 1;
+        self.resident_threads[launch.device as usize] -= launch.block;
+    }
+
+    fn cancel(&mut self, id: u64, world: *mut World) {
+        if !self.launches.contains_key(&id) {
+            return;
+        }
+        self.queued.retain(|queued| *queued != id);
+        let is_of_launch = |block: &Option<Block>| block.as_ref().is_some_and(|b| b.launch == id);
+        let blocks: BTreeSet<usize> = (0..self.blocks.len()).filter(|&b| is_of_launch(&self.blocks[b])).collect();
+        let is_of_blocks = |thread: &Option<Thread>| thread.as_ref().is_some_and(|t| blocks.contains(&t.block));
+        let threads: BTreeSet<usize> = (0..self.threads.len()).filter(|&t| is_of_blocks(&self.threads[t])).collect();
+        self.ready.retain(|thread| !threads.contains(thread));
+        self.system_waiters.retain(|(thread, _)| !threads.contains(thread));
+        self.bulk.retain(|bulk| match bulk {
+            Bulk::Load { block, .. } => !blocks.contains(block),
+            Bulk::StoreRead { thread, .. } | Bulk::StoreWrite { thread, .. } => !threads.contains(thread),
+        });
+        for thread in threads {
+            let fibre = self.threads[thread].take().and_then(|t| t.fibre);
+            self.free_threads.push(thread);
+            // A thread that panicked has none any more.
+            if let Some(mut fibre) = fibre {
+                // SAFETY: kernels own nothing that must be dropped: no_std, no alloc.
+                unsafe { fibre.force_reset() };
+                self.stacks.push(fibre.into_stack());
+            }
+        }
+        blocks.into_iter().for_each(|block| self.vacate(block));
+        self.launches.remove(&id);
         self.start_blocks(world);
     }
 
@@ -748,7 +788,14 @@ impl Scheduler {
         LaunchId(id)
     }
 
-    /// Whether a launch has completed.
+    /// Takes a launch back, unless it has completed: its threads never go on, and its bulk copies in flight are dropped. From
+    /// here on it touches no memory.
+    pub fn cancel(&mut self, launch: LaunchId) {
+        let pointer = self.world;
+        self.world_mut().cancel(launch.0, pointer);
+    }
+
+    /// Whether a launch has completed, or was taken back.
     pub fn is_done(&self, launch: LaunchId) -> bool {
         !self.world().launches.contains_key(&launch.0)
     }
@@ -764,9 +811,9 @@ impl Scheduler {
         world.now_ns += world.rng.u64(1..40);
     }
 
-    /// The next moment at which a waiting thread gives up.
+    /// The next moment at which a waiting thread gives up; `None` if none ever does.
     pub fn next_deadline_ns(&self) -> Option<u64> {
-        self.world().deadlines().min()
+        self.world().deadlines().filter(|at| *at <= LATEST_NS).min()
     }
 
     /// Jumps to `now_ns` and lets threads whose deadline has come look again.
