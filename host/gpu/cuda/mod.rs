@@ -726,7 +726,8 @@ impl Gpu for CudaGpu {
         loop {
             let moved = {
                 let mut queues = lock(&self.queues);
-                let target = queues.target(stream)?;
+                // Given up meanwhile by its owner, in another thread.
+                let Ok(target) = queues.target(stream) else { break };
                 self.devices[target.device as usize].enter()?;
                 if queues.is_empty(stream)? {
                     break;

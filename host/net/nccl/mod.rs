@@ -239,6 +239,18 @@ impl Fabric for NcclFabric {
     }
 }
 
+impl Drop for NcclFabric {
+    /// After a failure everything is leaked: aborts may be under way, and peers may never come.
+    fn drop(&mut self) {
+        let endpoints = std::mem::take(&mut self.endpoints);
+        if self.has_failed() {
+            std::mem::forget(endpoints);
+            return;
+        }
+        drop_each_rank(&*self.gpu, &self.driven, endpoints);
+    }
+}
+
 /// Refuses processes whose ranks do not add up to the topology, in order.
 fn check_placement(exchange: &mut dyn Exchange, driven: &Driven) -> Result<()> {
     let ranks: Vec<Rank> = driven.ranks.iter().collect();
@@ -309,7 +321,9 @@ impl Setup<'_> {
         };
         let ranks = self.driven.ranks;
         let endpoints = self.each_rank(|rank| split(ranks.index(rank), rank));
-        self.together("communicators of nodes and rails", endpoints)
+        let endpoints = self.together("communicators of nodes and rails", endpoints);
+        drop_each_rank(self.gpu, self.driven, world);
+        endpoints
     }
 
     /// Channels that nobody uses, capped at one block.
@@ -443,6 +457,20 @@ fn each_rank<T: Send>(
         });
         outcomes.collect()
     })
+}
+
+/// Gives up what every driven rank holds, each in a thread of its own: the end of a communicator waits for its other ranks.
+fn drop_each_rank<T: Send>(gpu: &dyn Gpu, driven: &Driven, held: Vec<T>) {
+    std::thread::scope(|scope| {
+        for (rank, held) in driven.ranks.iter().zip(held) {
+            scope.spawn(move || {
+                if let Err(error) = gpu.enter(driven.devices[driven.ranks.index(rank)]) {
+                    tracing::warn!(%error, "NCCL's state is given back without its device");
+                }
+                drop(held);
+            });
+        }
+    });
 }
 
 /// Tells all processes how a step went here: it has gone well only if it has everywhere.

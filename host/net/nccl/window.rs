@@ -1,7 +1,7 @@
 //! Symmetric memory of NCCL: an allocation per driven rank, registered on its node's communicator and on its rail's.
 
 use super::rails::NcclRails;
-use super::{Memory, NcclFabric, WindowFlags, each_rank, together};
+use super::{Memory, NcclFabric, WindowFlags, drop_each_rank, each_rank, together};
 use crate::arena::SymmetricMemory;
 use crate::error::Result;
 use crate::gpu::DevicePtr;
@@ -111,17 +111,6 @@ impl Drop for NcclWindow {
         }
         // SAFETY: taken once, here; nothing uses it after.
         let registered = unsafe { ManuallyDrop::take(&mut self.registered) };
-        // Deregistration may wait for the other ranks of this process.
-        std::thread::scope(|scope| {
-            for (rank, registered) in self.fabric.driven.ranks.iter().zip(registered) {
-                let (gpu, device) = (&self.fabric.gpu, self.fabric.device_of(rank));
-                scope.spawn(move || {
-                    if let Err(error) = gpu.enter(device) {
-                        tracing::warn!(%error, "a window is given back without its device");
-                    }
-                    drop(registered);
-                });
-            }
-        });
+        drop_each_rank(&*self.fabric.gpu, &self.fabric.driven, registered);
     }
 }

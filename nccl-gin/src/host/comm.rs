@@ -166,7 +166,7 @@ impl Comm {
             retired: Mutex::new(Vec::new()),
         };
         let mut state = inner.lock()?;
-        if let Err(error) = inner.settle(&mut state, call, code, true) {
+        if let Err(error) = inner.settle(&mut state, call, code) {
             inner.abort(&mut state, &error.to_string());
             return Err(error);
         }
@@ -195,7 +195,7 @@ impl Comm {
         let config_pointer = raw_config.record.as_mut_ptr().cast();
         // SAFETY: `raw` lives and is locked; `child` outlives whatever the call leaves under way; the configuration is copied.
         let code = unsafe { (library.core().ncclCommSplit)(raw, c_color, key, child.pointer(), config_pointer) };
-        let settled = self.inner.settle(&mut state, CALL, code, false);
+        let settled = self.inner.settle(&mut state, CALL, code);
         drop(state);
         let child = child.collect(&settled);
         match (settled, child) {
@@ -358,15 +358,15 @@ impl CommInner {
         Ok(ResultCode(code))
     }
 
-    /// Sees a call through: waits, up to the deadline, while a non-blocking communicator is still at it. With `ask`, it is asked even if
-    /// the call says that all is done.
+    /// Sees a call through: waits, up to the deadline, while a non-blocking communicator is still at it. It is asked even if the call
+    /// says that all is done: `ncclCommSplit` of 2.32.3 gives success at once, and writes the child's handle later.
     ///
     /// After a timeout the communicator is aborted.
-    pub(crate) fn settle(&self, state: &mut State, call: &'static str, code: c_int, ask: bool) -> Result<()> {
+    pub(crate) fn settle(&self, state: &mut State, call: &'static str, code: c_int) -> Result<()> {
         let began = Instant::now();
         let mut pause = PAUSE_MIN;
         let mut code = ResultCode(code);
-        if code == ResultCode::SUCCESS && ask {
+        if code == ResultCode::SUCCESS {
             code = self.state_of(state.raw()?)?;
         }
         while code == ResultCode::IN_PROGRESS {
@@ -433,7 +433,7 @@ impl CommInner {
                         // SAFETY: the communicator lives and is locked; NCCL wrote the struct, and its owner was the last.
                         let code = unsafe { (functions.ncclDevCommDestroy)(raw, words.as_ptr().cast()) };
                         // A failure cannot be reported from a drop; NCCL logs it.
-                        let _ = self.settle(state, "ncclDevCommDestroy", code, false);
+                        let _ = self.settle(state, "ncclDevCommDestroy", code);
                     }
                 }
             }
@@ -445,7 +445,7 @@ impl CommInner {
             if let (Ok(raw), Ok(functions)) = (state.raw(), self.library.windows()) {
                 // SAFETY: the communicator lives and is locked; the window is of this communicator and its owner was the last.
                 let code = unsafe { (functions.ncclCommWindowDeregister)(raw, window) };
-                let _ = self.settle(state, "ncclCommWindowDeregister", code, false);
+                let _ = self.settle(state, "ncclCommWindowDeregister", code);
             }
             drop(memory);
         }
@@ -462,7 +462,7 @@ impl CommInner {
         }
         // SAFETY: the communicator lives and is locked, and its last owner is here.
         let code = unsafe { (self.library.core().ncclCommFinalize)(raw) };
-        if let Err(error) = self.settle(&mut state, "ncclCommFinalize", code, false) {
+        if let Err(error) = self.settle(&mut state, "ncclCommFinalize", code) {
             self.abort(&mut state, &error.to_string());
             return Err(error);
         }

@@ -211,7 +211,7 @@ impl DeviceComm {
         // SAFETY: the communicator lives and is locked; the requirements have the size and version that their head says, for which NCCL
         // writes at most `room`, which outlives whatever is left under way.
         let code = unsafe { (functions.ncclDevCommCreate)(raw, record.as_ptr().cast(), room.pointer().cast()) };
-        let settled = inner.settle(&mut state, CALL, code, true);
+        let settled = inner.settle(&mut state, CALL, code);
         let room = room.collect(&settled);
         if room.is_none() {
             // As the room: whoever may still read them.

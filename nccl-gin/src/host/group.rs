@@ -104,7 +104,7 @@ impl<'a> Group<'a> {
         let mut outcome = Ok(());
         if code == ResultCode::IN_PROGRESS.0 {
             for member in &mut self.members {
-                outcome = outcome.and(member.comm.settle(&mut member.state, CALL, code, false));
+                outcome = outcome.and(member.comm.settle(&mut member.state, CALL, code));
             }
         } else {
             outcome = self.library.check(CALL, code);

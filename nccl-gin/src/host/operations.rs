@@ -282,7 +282,7 @@ impl Operations<'_> {
         if super::group::is_open() && code == ResultCode::IN_PROGRESS.0 {
             return Ok(());
         }
-        self.comm.settle(self.state, call, code, false)
+        self.comm.settle(self.state, call, code)
     }
 }
 

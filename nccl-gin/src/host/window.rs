@@ -106,7 +106,7 @@ impl Comm {
         // SAFETY: the communicator lives and is locked; the range is allocated; `window` outlives whatever is left under way.
         let code =
             unsafe { (functions.ncclCommWindowRegister)(raw, start.as_mut_ptr(), bytes, window.pointer(), flags.0) };
-        let settled = self.inner.settle(&mut state, CALL, code, true);
+        let settled = self.inner.settle(&mut state, CALL, code);
         let window = window.collect(&settled);
         settled?;
         let raw = window.unwrap_or(std::ptr::null_mut());
@@ -256,7 +256,7 @@ impl Window {
         let mut state = comm.lock()?;
         let out = Landing::new(std::ptr::null_mut());
         let code = function(self.inner.raw, out.pointer());
-        let settled = comm.settle(&mut state, call, code, false);
+        let settled = comm.settle(&mut state, call, code);
         let pointer = out.collect(&settled);
         settled?;
         Ok(pointer.filter(|p| !p.is_null()).map(DevicePtr::from_raw))
