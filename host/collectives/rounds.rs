@@ -141,7 +141,8 @@ impl Rounds {
                 tables.extend([rounds, puts, arrivals]);
             }
             // A warp per transfer of the widest round, as far as shared memory and a sensible block allow.
-            let fitting = gpu.properties(device).shared_bytes_max / self.net.shared_bytes_per_warp();
+            let shared_bytes = gpu.properties(device).shared_bytes_max;
+            let fitting = shared_bytes.checked_div(self.net.shared_bytes_per_warp()).unwrap_or(u32::MAX);
             let warps = (widest as u32).clamp(1, fitting.clamp(1, 8));
             let table = DeviceBuffer::from_slice(gpu, device, &entries)?;
             let stream = self.comm.create_device_stream(device, Priority::High)?;

@@ -44,14 +44,30 @@ impl Cuda {
         assert_eq!(unsafe { set(context) }, 0, "cuCtxSetCurrent");
     }
 
-    /// A copy to the GPU, behind all that the default stream has.
+    /// A stream of its own for a rank: on one that ranks share, one's wait would hold the other's put up.
+    fn stream(&self) -> Stream {
+        let create = self.get::<unsafe extern "C" fn(*mut *mut c_void, c_uint) -> c_int>(b"cuStreamCreate\0");
+        let mut stream = std::ptr::null_mut();
+        // SAFETY: as CUDA declares it; 1 is CU_STREAM_NON_BLOCKING.
+        assert_eq!(unsafe { create(&mut stream, 1) }, 0, "cuStreamCreate");
+        Stream(stream)
+    }
+
+    /// Until the stream is empty.
+    fn settle(&self, stream: Stream) {
+        let synchronize = self.get::<unsafe extern "C" fn(*mut c_void) -> c_int>(b"cuStreamSynchronize\0");
+        // SAFETY: as CUDA declares it.
+        assert_eq!(unsafe { synchronize(stream.0) }, 0, "cuStreamSynchronize");
+    }
+
+    /// A copy to the GPU.
     fn write(&self, at: DevicePtr, values: &[f32]) {
         let copy = self.get::<unsafe extern "C" fn(u64, *const c_void, usize) -> c_int>(b"cuMemcpyHtoD_v2\0");
         // SAFETY: as CUDA declares it; the tests write within what they allocated.
         assert_eq!(unsafe { copy(at.0, values.as_ptr().cast(), size_of_val(values)) }, 0, "cuMemcpyHtoD");
     }
 
-    /// A copy from the GPU, behind all that the default stream has.
+    /// A copy from the GPU.
     fn read(&self, at: DevicePtr, count: usize) -> Vec<f32> {
         let copy = self.get::<unsafe extern "C" fn(*mut c_void, u64, usize) -> c_int>(b"cuMemcpyDtoH_v2\0");
         let mut values = vec![0.0_f32; count];
@@ -93,6 +109,7 @@ fn everything(cuda: &Cuda, comm: &Comm) {
     assert_eq!((properties.rank as u32, properties.rank_count, properties.lsa_team_count), (rank, 2, 1));
     assert!(properties.device_api && properties.host_rma, "{properties:?}");
 
+    let stream = cuda.stream();
     // Half of the window is sent, half received.
     let memory = Memory::alloc(comm.library(), 2 * BYTES).unwrap();
     let window = comm.register(&memory, WindowFlags::COLL_SYMMETRIC).unwrap();
@@ -112,26 +129,27 @@ fn everything(cuda: &Cuda, comm: &Comm) {
             context: 1,
         };
         let wait = |signal, context| SignalWait { peer, count: 1, signal, context };
-        // SAFETY: the default stream is of this GPU, and the copies behind it end before the windows do.
+        // SAFETY: the stream is of this GPU, and is settled before the windows go.
         unsafe {
             if round % 2 == 0 {
-                comm.put_signal(&put, Stream::DEFAULT).unwrap();
-                comm.wait_signal(&[wait(1, 1)], Stream::DEFAULT).unwrap();
+                comm.put_signal(&put, stream).unwrap();
+                comm.wait_signal(&[wait(1, 1)], stream).unwrap();
             } else {
                 let mut group = comm.group().unwrap();
-                group.on(0).put_signal(&put, Stream::DEFAULT).unwrap();
-                group.on(0).wait_signal(&[wait(1, 1)], Stream::DEFAULT).unwrap();
+                group.on(0).put_signal(&put, stream).unwrap();
+                group.on(0).wait_signal(&[wait(1, 1)], stream).unwrap();
                 group.end().unwrap();
             }
         }
+        cuda.settle(stream);
         assert_eq!(cuda.read(received, COUNT), values(peer, round), "round {round}");
         // The peer has read: it may be written to again.
         // SAFETY: as above.
         unsafe {
-            comm.signal(peer, 0, 0, Stream::DEFAULT).unwrap();
-            comm.wait_signal(&[wait(0, 0)], Stream::DEFAULT).unwrap();
+            comm.signal(peer, 0, 0, stream).unwrap();
+            comm.wait_signal(&[wait(0, 0)], stream).unwrap();
         }
-        cuda.read(received, 1);
+        cuda.settle(stream);
     }
     let neighbour = window.lsa_pointer(peer, 0).unwrap();
     assert_eq!(window.peer_pointer(peer, 0).unwrap(), Some(neighbour));
@@ -147,11 +165,13 @@ fn everything(cuda: &Cuda, comm: &Comm) {
 
     let result = Memory::alloc(comm.library(), 2 * BYTES).unwrap();
     // SAFETY: as above; the ranges are allocated.
-    unsafe { comm.all_gather(memory.pointer(), result.pointer(), COUNT, DataType::Float32, Stream::DEFAULT) }.unwrap();
+    unsafe { comm.all_gather(memory.pointer(), result.pointer(), COUNT, DataType::Float32, stream) }.unwrap();
+    cuda.settle(stream);
     assert_eq!(cuda.read(result.pointer(), 2 * COUNT), [values(0, 3), values(1, 3)].concat());
     let (all, own) = (result.pointer(), received);
     // SAFETY: as above.
-    unsafe { comm.reduce_scatter(all, own, COUNT, DataType::Float32, ReduceOp::Sum, Stream::DEFAULT) }.unwrap();
+    unsafe { comm.reduce_scatter(all, own, COUNT, DataType::Float32, ReduceOp::Sum, stream) }.unwrap();
+    cuda.settle(stream);
     assert_eq!(cuda.read(own, COUNT), values(rank, 3).iter().map(|v| 2.0 * v).collect::<Vec<_>>());
 
     let child = comm.split(Some(0), -(rank as i32), &config(false)).unwrap().unwrap();

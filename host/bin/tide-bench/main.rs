@@ -28,10 +28,22 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use clap::error::ErrorKind;
+use tracing_subscriber::filter::LevelFilter;
 
 use crate::cli::{Cli, Command};
 
+/// Lets the library say on standard error what it does, as `TIDE_DEBUG` asks: WARN (the default), INFO, DEBUG, TRACE or NONE.
+fn speak() {
+    let asked = std::env::var("TIDE_DEBUG").unwrap_or_default().to_ascii_lowercase();
+    let level = match asked.as_str() {
+        "none" => LevelFilter::OFF,
+        other => other.parse().unwrap_or(LevelFilter::WARN),
+    };
+    tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).with_target(false).init();
+}
+
 fn main() -> ExitCode {
+    speak();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => error.exit(),

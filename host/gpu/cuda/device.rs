@@ -127,7 +127,7 @@ impl Device {
             context,
             loaded: RwLock::default(),
             properties,
-            arch: image.file.strip_suffix(".ptx").unwrap_or(image.file),
+            arch: image.arch(),
             pitch_bytes_max,
             priorities: (0, 0),
             transfer: Mutex::new(Transfer {

@@ -30,6 +30,14 @@ pub struct Image {
     pub text: &'static str,
 }
 
+impl Image {
+    /// Its architecture, as `sm_90`.
+    pub fn arch(&self) -> &'static str {
+        let name = self.file.rsplit('/').next().unwrap_or(self.file);
+        name.strip_suffix(".ptx").unwrap_or(name)
+    }
+}
+
 /// Best first: what a GPU of which capability, or later, takes.
 const IMAGES: [(Capability, Image); 2] = [
     (Capability { major: 10, minor: 0 }, Image { file: "device/ptx/sm_100.ptx", text: SM_100 }),
@@ -171,6 +179,11 @@ mod tests {
             Err(error @ TideError::Unsupported { .. }) => error.to_string(),
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn an_image_is_named_for_its_architecture() {
+        assert_eq!(IMAGES.map(|(_, image)| image.arch()), ["sm_100", "sm_90"]);
     }
 
     #[test]

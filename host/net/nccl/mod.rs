@@ -77,13 +77,45 @@ pub struct NcclFabric {
     library: Library,
     driven: Driven,
     exchange: Mutex<Box<dyn Exchange>>,
-    /// Per driven rank.
-    endpoints: Vec<Endpoint>,
+    endpoints: Endpoints,
     way: Way,
     passed_over: Vec<String>,
-    has_failed: AtomicBool,
     /// Sets of host signals taken.
     signal_sets: AtomicU32,
+}
+
+/// What the driven ranks hold on to.
+struct Endpoints {
+    gpu: Arc<dyn Gpu>,
+    driven: Driven,
+    /// Per driven rank.
+    held: Vec<Endpoint>,
+    /// All ranks are connected.
+    is_complete: bool,
+    has_failed: AtomicBool,
+}
+
+impl Endpoints {
+    fn has_failed(&self) -> bool {
+        // ORDER: relaxed, a flag that guards no data.
+        self.has_failed.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Endpoints {
+    /// After a failure everything is leaked: aborts may be under way, and peers may never come. What was not completed is
+    /// aborted: peers may have given it up already, and would not come to its end.
+    fn drop(&mut self) {
+        let held = std::mem::take(&mut self.held);
+        if self.has_failed() {
+            std::mem::forget(held);
+            return;
+        }
+        if !self.is_complete {
+            held.iter().flat_map(Endpoint::comms).for_each(Comm::abort);
+        }
+        drop_each_rank(&*self.gpu, &self.driven, held);
+    }
 }
 
 /// What one driven rank holds on to.
@@ -94,6 +126,12 @@ struct Endpoint {
     rail: Option<Comm>,
     /// Device path: the rail's device communicator, and its copy in device memory.
     device: Option<(DeviceComm, DeviceBuffer)>,
+}
+
+impl Endpoint {
+    fn comms(&self) -> impl Iterator<Item = &Comm> {
+        self.node.iter().chain(&self.rail)
+    }
 }
 
 impl From<NcclError> for TideError {
@@ -136,12 +174,16 @@ impl NcclFabric {
         agree(&mut *exchange, "connect", &facts)?;
         check_placement(&mut *exchange, &driven)?;
         let mut setup = Setup { gpu: &*gpu, library: &library, driven: &driven, exchange: &mut *exchange, options };
-        let mut endpoints = setup.communicators()?;
-        let (way, passed_over) = setup.choose(&endpoints, module)?;
+        let held = setup.communicators()?;
+        let (is_complete, has_failed) = (false, AtomicBool::new(false));
+        let mut endpoints = Endpoints { gpu: Arc::clone(&gpu), driven: driven.clone(), held, is_complete, has_failed };
+        let (way, passed_over) = setup.choose(&endpoints.held, module)?;
+        tracing::info!(%way, ?passed_over, "rails");
         if let Way::Device(backend) = way {
             setup.load(backend, module)?;
-            setup.device_communicators(&gpu, &mut endpoints, backend)?;
+            setup.device_communicators(&gpu, &mut endpoints.held, backend)?;
         }
+        endpoints.is_complete = true;
         Ok(Arc::new(Self {
             gpu,
             library,
@@ -150,7 +192,6 @@ impl NcclFabric {
             endpoints,
             way,
             passed_over,
-            has_failed: AtomicBool::new(false),
             signal_sets: AtomicU32::new(0),
         }))
     }
@@ -171,7 +212,7 @@ impl NcclFabric {
     }
 
     fn endpoint(&self, rank: Rank) -> &Endpoint {
-        &self.endpoints[self.driven.ranks.index(rank)]
+        &self.endpoints.held[self.driven.ranks.index(rank)]
     }
 
     fn lock_exchange(&self) -> MutexGuard<'_, Box<dyn Exchange>> {
@@ -179,8 +220,7 @@ impl NcclFabric {
     }
 
     fn has_failed(&self) -> bool {
-        // ORDER: relaxed, a flag that guards no data.
-        self.has_failed.load(Ordering::Relaxed)
+        self.endpoints.has_failed()
     }
 
     /// Takes a set of host signals.
@@ -228,26 +268,14 @@ impl Fabric for NcclFabric {
 
     /// Aborts all communicators, each in a thread of its own: behind a kernel that has parked an abort may not return.
     fn abort(&self) {
-        // ORDER: as in `has_failed`.
-        if self.has_failed.swap(true, Ordering::Relaxed) {
+        // ORDER: as in `Endpoints::has_failed`.
+        if self.endpoints.has_failed.swap(true, Ordering::Relaxed) {
             return;
         }
-        for comm in self.endpoints.iter().flat_map(|e| e.node.iter().chain(&e.rail)) {
+        for comm in self.endpoints.held.iter().flat_map(Endpoint::comms) {
             let comm = comm.clone();
             std::thread::spawn(move || comm.abort());
         }
-    }
-}
-
-impl Drop for NcclFabric {
-    /// After a failure everything is leaked: aborts may be under way, and peers may never come.
-    fn drop(&mut self) {
-        let endpoints = std::mem::take(&mut self.endpoints);
-        if self.has_failed() {
-            std::mem::forget(endpoints);
-            return;
-        }
-        drop_each_rank(&*self.gpu, &self.driven, endpoints);
     }
 }
 
@@ -451,11 +479,19 @@ fn each_rank<T: Send>(
                 })
             })
             .collect();
-        let outcomes = threads.into_iter().map(|thread| match thread.join() {
-            Ok(outcome) => outcome,
-            Err(panic) => std::panic::resume_unwind(panic),
-        });
-        outcomes.collect()
+        let outcomes: Vec<Result<T>> = threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect();
+        let mut held = Vec::new();
+        let mut failure = None;
+        for outcome in outcomes {
+            match outcome {
+                Ok(value) => held.push(value),
+                Err(error) => failure = failure.or(Some(error)),
+            }
+        }
+        failure.map_or(Ok(held), Err)
     })
 }
 
@@ -475,11 +511,15 @@ fn drop_each_rank<T: Send>(gpu: &dyn Gpu, driven: &Driven, held: Vec<T>) {
 
 /// Tells all processes how a step went here: it has gone well only if it has everywhere.
 fn together<T>(exchange: &mut dyn Exchange, step: &str, outcome: Result<T>) -> Result<T> {
+    tracing::info!(step, failed = outcome.is_err(), "here");
     let said = outcome.as_ref().err().map(ToString::to_string).unwrap_or_default();
     let all = exchange.all_gather(step, said.as_bytes())?;
     let value = outcome?;
     match all.iter().enumerate().find(|(_, said)| !said.is_empty()) {
-        None => Ok(value),
+        None => {
+            tracing::info!(step, "everywhere");
+            Ok(value)
+        }
         Some((process, said)) => Err(TideError::Rendezvous {
             detail: format!("{step}: process {process} has failed: {}", String::from_utf8_lossy(said)),
         }),
