@@ -27,7 +27,7 @@ impl Gpu {
     fn new(driver: &'static Driver, context: Handle) -> Self {
         let mut stream = null_mut();
         // SAFETY: see above.
-        unsafe { driver.within(context, || driver.stream_create(&mut stream, STREAM_NON_BLOCKING)) }.unwrap();
+        unsafe { driver.within(context, || driver.stream_create(&mut stream, STREAM_NON_BLOCKING, 0)) }.unwrap();
         Self { driver, context, stream }
     }
 

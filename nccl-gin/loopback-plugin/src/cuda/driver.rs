@@ -67,7 +67,8 @@ driver! {
     context_current: "cuCtxGetCurrent"(context: *mut Handle);
     context_push: "cuCtxPushCurrent_v2"(context: Handle);
     context_pop: "cuCtxPopCurrent_v2"(context: *mut Handle);
-    stream_create: "cuStreamCreate"(stream: *mut Handle, flags: c_uint);
+    stream_create: "cuStreamCreateWithPriority"(stream: *mut Handle, flags: c_uint, priority: c_int);
+    priority_range: "cuCtxGetStreamPriorityRange"(least: *mut c_int, greatest: *mut c_int);
     stream_synchronize: "cuStreamSynchronize"(stream: Handle);
     stream_destroy: "cuStreamDestroy_v2"(stream: Handle);
     event_create: "cuEventCreate"(event: *mut Handle, flags: c_uint);

@@ -224,10 +224,14 @@ impl Mover for CudaLane {
         lane.within(|lane| {
             let slots = lane.slots.len() * SLOT_BYTES;
             let bytes = slots + if bounces { BOUNCE_BYTES } else { 0 };
+            let (mut least, mut greatest) = (0, 0);
             // SAFETY: places for results.
             unsafe {
-                driver.stream_create(&mut lane.data, STREAM_NON_BLOCKING)?;
-                driver.stream_create(&mut lane.signals, STREAM_NON_BLOCKING)?;
+                // The greatest: streams of other priorities have other hardware queues, so that no copy stands in one behind a user's
+                // stream that waits for it.
+                driver.priority_range(&mut least, &mut greatest)?;
+                driver.stream_create(&mut lane.data, STREAM_NON_BLOCKING, greatest)?;
+                driver.stream_create(&mut lane.signals, STREAM_NON_BLOCKING, greatest)?;
                 driver.host_alloc(&mut lane.pinned, bytes, HOST_ALLOC_PORTABLE)?;
                 for _ in 0..EVENTS {
                     let mut event = null;
