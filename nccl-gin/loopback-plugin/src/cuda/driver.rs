@@ -51,6 +51,7 @@ macro_rules! driver {
                 ///
                 /// # Safety
                 /// What the driver's documentation asks for.
+                #[allow(clippy::too_many_arguments, reason = "as many as the driver's call has")]
                 pub unsafe fn $name(&self, $($argument: $type),*) -> Result<()> {
                     // SAFETY: by the caller's promise.
                     self.check($symbol, unsafe { (self.$name)($($argument),*) })
@@ -79,7 +80,17 @@ driver! {
     alloc: "cuMemAlloc_v2"(memory: *mut DevicePointer, bytes: usize);
     to_device: "cuMemcpyHtoDAsync_v2"(to: DevicePointer, from: *const c_void, bytes: usize, stream: Handle);
     to_host: "cuMemcpyDtoHAsync_v2"(to: *mut c_void, from: DevicePointer, bytes: usize, stream: Handle);
-    on_device: "cuMemcpyDtoDAsync_v2"(to: DevicePointer, from: DevicePointer, bytes: usize, stream: Handle);
+    module_load: "cuModuleLoadData"(module: *mut Handle, image: *const c_void);
+    module_function: "cuModuleGetFunction"(function: *mut Handle, module: Handle, name: *const c_char);
+    launch: "cuLaunchKernel"(
+        function: Handle,
+        grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
+        block_x: c_uint, block_y: c_uint, block_z: c_uint,
+        shared_bytes: c_uint,
+        stream: Handle,
+        parameters: *mut *mut c_void,
+        extra: *mut *mut c_void
+    );
 }
 
 // SAFETY: function pointers and a library handle; the driver may be called from any thread.

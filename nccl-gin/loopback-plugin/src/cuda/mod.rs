@@ -1,21 +1,21 @@
-//! Copies on the GPU that all ranks share.
+//! Moves on the GPU that all ranks share.
 //!
 //! A lane has two streams that wait for no other: one for data, one for signals, so that a signal does not queue up behind data that
-//! came later. A signal is read into pinned memory, added to there, and written back; an event after each step is polled. No kernel
-//! and no stream memory operation is used for it. Streams, pinned memory and most events exist before anything is moved, and
-//! the first of each kind of copy is made when the first lane opens: what the driver loads at first use could wait for kernels
-//! that run.
+//! came later. What is on the GPU at both ends is moved, and signals are added to, by kernels of the plugin's own: a copy engine
+//! serves its copies in turn, so that a user's copy which waits for a signal can hold up the copy that is to bring the signal (seen
+//! on an H200). An event after each step is polled. Streams, pinned memory, kernels and most events exist before anything is moved:
+//! what the driver loads at first use could wait for kernels that run.
 //!
-//! A copy within the GPU may, as the driver likes, be carried out by its multiprocessors. With `TIDE_LOOPBACK_PLUGIN_BOUNCE=1` it goes
-//! through pinned memory of the host, which only copy engines do: for kernels that occupy the whole GPU.
+//! With `TIDE_LOOPBACK_PLUGIN_BOUNCE=1` data goes through pinned memory of the host, by copy engines: for kernels that occupy the
+//! whole GPU.
 
 pub mod driver;
 
-use crate::fault::{Fault, Result};
+use crate::fault::Result;
 use crate::mover::{Mover, Place, Space};
 use crate::world::{World, lock};
 use driver::{DevicePointer, Driver, EVENT_DISABLE_TIMING, HOST_ALLOC_PORTABLE, Handle, STREAM_NON_BLOCKING};
-use std::ffi::c_void;
+use std::ffi::{c_uint, c_void};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -28,6 +28,11 @@ const SLOTS: usize = 256;
 const EVENTS: usize = 256;
 /// Bytes that bounce through the host at a time.
 const BOUNCE_BYTES: usize = 1 << 20;
+
+/// Threads of a block of a copy.
+const COPY_THREADS: c_uint = 256;
+/// The most blocks of a copy.
+const COPY_BLOCKS_MAX: u64 = 32;
 
 static WORLD: World = World::new();
 
@@ -43,6 +48,36 @@ pub struct CudaLane {
     slots: Vec<usize>,
     queues: usize,
     bounce: Option<*mut c_void>,
+    kernels: Kernels,
+}
+
+/// The plugin's kernels, in the lane's context.
+#[derive(Clone, Copy)]
+struct Kernels {
+    add: Handle,
+    copy: Handle,
+}
+
+impl Kernels {
+    const NONE: Self = Self { add: std::ptr::null_mut(), copy: std::ptr::null_mut() };
+
+    /// Loads them, once per process: all ranks share a GPU.
+    fn load(driver: &Driver) -> Result<Self> {
+        static LOADED: Mutex<Option<[usize; 2]>> = Mutex::new(None);
+        let mut loaded = lock(&LOADED);
+        if let Some([add, copy]) = *loaded {
+            return Ok(Self { add: add as Handle, copy: copy as Handle });
+        }
+        let (mut module, mut this) = (std::ptr::null_mut(), Self::NONE);
+        // SAFETY: places for results; the image and the names end with zero; a context is current.
+        unsafe {
+            driver.module_load(&mut module, concat!(include_str!("moves.ptx"), "\0").as_ptr().cast())?;
+            driver.module_function(&mut this.add, module, c"add".as_ptr())?;
+            driver.module_function(&mut this.copy, module, c"copy".as_ptr())?;
+        }
+        *loaded = Some([this.add as usize, this.copy as usize]);
+        Ok(this)
+    }
 }
 
 // SAFETY: handles that the driver takes from any thread; the lane has one user at a time.
@@ -52,8 +87,6 @@ unsafe impl Send for CudaLane {}
 pub struct Ticket {
     event: Option<Handle>,
     slot: Option<usize>,
-    /// A signal of which the old value is being read: the word and what to add.
-    reading: Option<(DevicePointer, u64)>,
 }
 
 // SAFETY: as of the lane.
@@ -94,7 +127,7 @@ impl CudaLane {
             match (to.space, from.space) {
                 (Space::Host, Space::Host) => {
                     std::ptr::copy(from_host.cast::<u8>(), to_host.cast::<u8>(), bytes);
-                    return Ok(Ticket { event: None, slot: None, reading: None });
+                    return Ok(Ticket { event: None, slot: None });
                 }
                 (Space::Host, Space::Device) => driver.to_host(to_host, from_device, bytes, stream)?,
                 (Space::Device, Space::Host) => {
@@ -108,7 +141,7 @@ impl CudaLane {
                     driver.to_device(to_device, source, bytes, stream)?;
                 }
                 (Space::Device, Space::Device) => match self.bounce {
-                    None => driver.on_device(to_device, from_device, bytes, stream)?,
+                    None => self.run_copy(to_device, from_device, bytes as u64)?,
                     Some(bounce) => {
                         for start in (0..bytes).step_by(BOUNCE_BYTES) {
                             let part = BOUNCE_BYTES.min(bytes - start);
@@ -119,7 +152,7 @@ impl CudaLane {
                 },
             }
         }
-        Ok(Ticket { event: Some(self.mark(stream)?), slot, reading: None })
+        Ok(Ticket { event: Some(self.mark(stream)?), slot })
     }
 
     fn add_here(&mut self, word: Place, value: u64) -> Result<Ticket> {
@@ -128,40 +161,41 @@ impl CudaLane {
             let word = unsafe { AtomicU64::from_ptr(word.address as *mut u64) };
             // ORDER: release, so that whoever sees the sum sees the data, which was there before this call.
             word.fetch_add(value, Ordering::Release);
-            return Ok(Ticket { event: None, slot: None, reading: None });
+            return Ok(Ticket { event: None, slot: None });
         }
-        // Copies leave as many slots as there are queues, and each queue has one signal under way at most.
-        let slot = self.slots.pop().ok_or_else(|| Fault::internal("no slot for a signal"))?;
-        let (driver, stream, word) = (self.driver, self.signals, word.address as DevicePointer);
-        // SAFETY: the slot is this signal's alone, and 8 bytes at `word` are registered.
-        unsafe { driver.to_host(self.slot(slot), word, size_of::<u64>(), stream)? };
-        Ok(Ticket { event: Some(self.mark(stream)?), slot: Some(slot), reading: Some((word, value)) })
+        let stream = self.signals;
+        self.run(self.kernels.add, 1, 1, stream, &mut [word.address as u64, value])?;
+        Ok(Ticket { event: Some(self.mark(stream)?), slot: None })
+    }
+
+    /// Copies within the GPU, on the stream of data.
+    fn run_copy(&self, to: DevicePointer, from: DevicePointer, bytes: u64) -> Result<()> {
+        let grid = bytes.div_ceil(u64::from(COPY_THREADS) * 16).clamp(1, COPY_BLOCKS_MAX) as c_uint;
+        self.run(self.kernels.copy, grid, COPY_THREADS, self.data, &mut [to, from, bytes])
+    }
+
+    fn run(&self, kernel: Handle, grid: c_uint, block: c_uint, stream: Handle, words: &mut [u64]) -> Result<()> {
+        let mut parameters: Vec<*mut c_void> = words.iter_mut().map(|word| std::ptr::from_mut(word).cast()).collect();
+        let (parameters, none) = (parameters.as_mut_ptr(), std::ptr::null_mut());
+        // SAFETY: a kernel of ours and as many parameters as it takes, copied by the call; the ranges are the core's to have checked.
+        unsafe { self.driver.launch(kernel, grid, 1, 1, block, 1, 1, 0, stream, parameters, none) }
     }
 
     fn poll_here(&mut self, ticket: &mut Ticket) -> Result<bool> {
         let driver = self.driver;
-        while let Some(event) = ticket.event {
+        if let Some(event) = ticket.event {
             // SAFETY: an event of this lane.
             if !unsafe { driver.event_is_done(event)? } {
                 return Ok(false);
             }
             self.events.push(event);
             ticket.event = None;
-            if let (Some((word, value)), Some(slot)) = (ticket.reading.take(), ticket.slot) {
-                let (stream, pinned) = (self.signals, self.slot(slot).cast::<u64>());
-                // SAFETY: the slot is this signal's alone, and the read into it is done.
-                unsafe {
-                    pinned.write(pinned.read().wrapping_add(value));
-                    driver.to_device(word, pinned.cast(), size_of::<u64>(), stream)?;
-                }
-                ticket.event = Some(self.mark(stream)?);
-            }
         }
         self.slots.extend(ticket.slot.take());
         Ok(true)
     }
 
-    /// Makes one copy of each kind, once per process.
+    /// Makes one move of each kind, once per process.
     fn warm_up(&mut self) -> Result<()> {
         const BYTES: usize = 4 << 20;
         static WARM: Mutex<bool> = Mutex::new(false);
@@ -173,10 +207,11 @@ impl CudaLane {
         // SAFETY: memory of this function, never freed: to free it could wait for kernels. The slots are not in use yet.
         unsafe {
             driver.alloc(&mut memory, 2 * BYTES)?;
+            for bytes in [8, 12, 4096, 1 << 16, BYTES as u64] {
+                self.run_copy(memory, memory + BYTES as u64, bytes)?;
+            }
+            self.run(self.kernels.add, 1, 1, self.signals, &mut [memory, 0])?;
             for stream in [self.data, self.signals] {
-                for bytes in [8, 12, 4096, 1 << 16, BYTES] {
-                    driver.on_device(memory, memory + BYTES as u64, bytes, stream)?;
-                }
                 driver.to_device(memory, slot, 8, stream)?;
                 driver.to_host(slot, memory, 8, stream)?;
                 let pageable = [0u64; 8];
@@ -220,6 +255,7 @@ impl Mover for CudaLane {
             slots: (0..SLOTS + queues).collect(),
             queues,
             bounce: None,
+            kernels: Kernels::NONE,
         };
         lane.within(|lane| {
             let slots = lane.slots.len() * SLOT_BYTES;
@@ -239,6 +275,7 @@ impl Mover for CudaLane {
                     lane.events.push(event);
                 }
             }
+            lane.kernels = Kernels::load(driver)?;
             lane.bounce = bounces.then(|| lane.pinned.wrapping_byte_add(slots));
             lane.warm_up()
         })?;
