@@ -1,7 +1,7 @@
 //! Moves on the GPU that all ranks share.
 //!
-//! A lane has two streams that wait for no other: one for data, one for signals, so that a signal does not queue up behind data that
-//! came later. What is on the GPU at both ends is moved, and signals are added to, by kernels of the plugin's own: a copy engine
+//! All lanes share one stream, on which nothing ever waits: streams share the GPU's few hardware queues, and the more streams there
+//! are, the sooner one stands in a queue behind a user's stream that waits for what it brings. What is on the GPU at both ends is moved, and signals are added to, by kernels of the plugin's own: a copy engine
 //! serves its copies in turn, so that a user's copy which waits for a signal can hold up the copy that is to bring the signal (seen
 //! on an H200). An event after each step is polled. Streams, pinned memory, kernels and most events exist before anything is moved:
 //! what the driver loads at first use could wait for kernels that run.
@@ -40,8 +40,7 @@ static WORLD: World = World::new();
 pub struct CudaLane {
     driver: &'static Driver,
     context: Handle,
-    data: Handle,
-    signals: Handle,
+    stream: Handle,
     events: Vec<Handle>,
     /// Pinned: the slots, then the bounce buffer if there is one.
     pinned: *mut c_void,
@@ -49,6 +48,23 @@ pub struct CudaLane {
     queues: usize,
     bounce: Option<*mut c_void>,
     kernels: Kernels,
+}
+
+/// The stream of all lanes, made by the first.
+fn shared_stream(driver: &Driver) -> Result<Handle> {
+    static STREAM: Mutex<Option<usize>> = Mutex::new(None);
+    let mut made = lock(&STREAM);
+    if let Some(stream) = *made {
+        return Ok(stream as Handle);
+    }
+    let (mut least, mut greatest, mut stream) = (0, 0, std::ptr::null_mut());
+    // SAFETY: places for results; a context is current.
+    unsafe {
+        driver.priority_range(&mut least, &mut greatest)?;
+        driver.stream_create(&mut stream, STREAM_NON_BLOCKING, greatest)?;
+    }
+    *made = Some(stream as usize);
+    Ok(stream)
 }
 
 /// The plugin's kernels, in the lane's context.
@@ -117,7 +133,7 @@ impl CudaLane {
     }
 
     fn copy_here(&mut self, to: Place, from: Place, bytes: usize) -> Result<Ticket> {
-        let (driver, stream) = (self.driver, self.data);
+        let (driver, stream) = (self.driver, self.stream);
         let (to_host, from_host) = (to.address as *mut c_void, from.address as *const c_void);
         let (to_device, from_device) = (to.address as DevicePointer, from.address as DevicePointer);
         let mut slot = None;
@@ -163,22 +179,21 @@ impl CudaLane {
             word.fetch_add(value, Ordering::Release);
             return Ok(Ticket { event: None, slot: None });
         }
-        let stream = self.signals;
-        self.run(self.kernels.add, 1, 1, stream, &mut [word.address as u64, value])?;
-        Ok(Ticket { event: Some(self.mark(stream)?), slot: None })
+        self.run(self.kernels.add, 1, 1, &mut [word.address as u64, value])?;
+        Ok(Ticket { event: Some(self.mark(self.stream)?), slot: None })
     }
 
-    /// Copies within the GPU, on the stream of data.
+    /// Copies within the GPU.
     fn run_copy(&self, to: DevicePointer, from: DevicePointer, bytes: u64) -> Result<()> {
         let grid = bytes.div_ceil(u64::from(COPY_THREADS) * 16).clamp(1, COPY_BLOCKS_MAX) as c_uint;
-        self.run(self.kernels.copy, grid, COPY_THREADS, self.data, &mut [to, from, bytes])
+        self.run(self.kernels.copy, grid, COPY_THREADS, &mut [to, from, bytes])
     }
 
-    fn run(&self, kernel: Handle, grid: c_uint, block: c_uint, stream: Handle, words: &mut [u64]) -> Result<()> {
+    fn run(&self, kernel: Handle, grid: c_uint, block: c_uint, words: &mut [u64]) -> Result<()> {
         let mut parameters: Vec<*mut c_void> = words.iter_mut().map(|word| std::ptr::from_mut(word).cast()).collect();
         let (parameters, none) = (parameters.as_mut_ptr(), std::ptr::null_mut());
         // SAFETY: a kernel of ours and as many parameters as it takes, copied by the call; the ranges are the core's to have checked.
-        unsafe { self.driver.launch(kernel, grid, 1, 1, block, 1, 1, 0, stream, parameters, none) }
+        unsafe { self.driver.launch(kernel, grid, 1, 1, block, 1, 1, 0, self.stream, parameters, none) }
     }
 
     fn poll_here(&mut self, ticket: &mut Ticket) -> Result<bool> {
@@ -210,17 +225,16 @@ impl CudaLane {
             for bytes in [8, 12, 4096, 1 << 16, BYTES as u64] {
                 self.run_copy(memory, memory + BYTES as u64, bytes)?;
             }
-            self.run(self.kernels.add, 1, 1, self.signals, &mut [memory, 0])?;
-            for stream in [self.data, self.signals] {
-                driver.to_device(memory, slot, 8, stream)?;
-                driver.to_host(slot, memory, 8, stream)?;
-                let pageable = [0u64; 8];
-                driver.to_device(memory, pageable.as_ptr().cast(), 64, stream)?;
-                let event = self.mark(stream)?;
-                driver.stream_synchronize(stream)?;
-                driver.event_is_done(event)?;
-                self.events.push(event);
-            }
+            self.run(self.kernels.add, 1, 1, &mut [memory, 0])?;
+            let stream = self.stream;
+            driver.to_device(memory, slot, 8, stream)?;
+            driver.to_host(slot, memory, 8, stream)?;
+            let pageable = [0u64; 8];
+            driver.to_device(memory, pageable.as_ptr().cast(), 64, stream)?;
+            let event = self.mark(stream)?;
+            driver.stream_synchronize(stream)?;
+            driver.event_is_done(event)?;
+            self.events.push(event);
         }
         *warm = true;
         Ok(())
@@ -248,8 +262,7 @@ impl Mover for CudaLane {
         let mut lane = Self {
             driver,
             context: driver.context()?,
-            data: null,
-            signals: null,
+            stream: null,
             events: Vec::new(),
             pinned: null,
             slots: (0..SLOTS + queues).collect(),
@@ -260,14 +273,9 @@ impl Mover for CudaLane {
         lane.within(|lane| {
             let slots = lane.slots.len() * SLOT_BYTES;
             let bytes = slots + if bounces { BOUNCE_BYTES } else { 0 };
-            let (mut least, mut greatest) = (0, 0);
+            lane.stream = shared_stream(driver)?;
             // SAFETY: places for results.
             unsafe {
-                // The greatest: streams of other priorities have other hardware queues, so that no copy stands in one behind a user's
-                // stream that waits for it.
-                driver.priority_range(&mut least, &mut greatest)?;
-                driver.stream_create(&mut lane.data, STREAM_NON_BLOCKING, greatest)?;
-                driver.stream_create(&mut lane.signals, STREAM_NON_BLOCKING, greatest)?;
                 driver.host_alloc(&mut lane.pinned, bytes, HOST_ALLOC_PORTABLE)?;
                 for _ in 0..EVENTS {
                     let mut event = null;
@@ -306,14 +314,10 @@ impl Drop for CudaLane {
                 // SAFETY: this lane's, and no longer in use.
                 unsafe { driver.event_destroy(event)? };
             }
-            for stream in [lane.data, lane.signals] {
-                if !stream.is_null() {
-                    // SAFETY: this lane's. What is on it ends first, so that nothing touches the pinned memory afterwards.
-                    unsafe {
-                        driver.stream_synchronize(stream)?;
-                        driver.stream_destroy(stream)?;
-                    }
-                }
+            if !lane.stream.is_null() {
+                // SAFETY: a stream that is never destroyed. What is on it ends first, so that nothing touches the pinned memory
+                // afterwards.
+                unsafe { driver.stream_synchronize(lane.stream)? };
             }
             if !lane.pinned.is_null() {
                 // SAFETY: this lane's, and no longer in use.
