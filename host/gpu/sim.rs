@@ -630,3 +630,20 @@ impl Gpu for SimGpu {
         Ok(!inner.events.contains(&event.0))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_over_nccl_is_refused_by_name() {
+        let gpu = SimGpu::new(SimOptions::default());
+        let stream = gpu.create_stream(0, Priority::Normal).unwrap();
+        for kernel in Kernel::NCCL {
+            let launch = Launch { kernel, grid: 1, block: 2, cluster: 1, shared_bytes: 0, params: &[] };
+            // SAFETY: it is refused.
+            let refused = unsafe { gpu.launch(stream, &launch) }.unwrap_err().to_string();
+            assert!(refused.contains(kernel.name()) && refused.contains("NCCL"), "{refused}");
+        }
+    }
+}
