@@ -371,6 +371,25 @@ fn results_that_cannot_be_written_are_no_success() {
 }
 
 #[test]
+fn the_cluster_back_end_is_refused_in_words_where_it_cannot_be() {
+    let spawned = tide_bench(&["run", "--backend", "sim", "--spawn", "2"]);
+    assert_eq!(spawned.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&spawned.stderr).contains("--spawn: only --backend nccl"), "{spawned:?}");
+    // On a machine with a GPU this runs, or says what of NCCL is lacking.
+    let output = tide_bench(&["run", "--backend", "nccl", "--nodes", "1", "--gpus", "1", "--group", "8"]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() || (output.status.code() == Some(3) && said.lines().count() == 1), "{output:?}");
+}
+
+#[test]
+fn doctor_estimates_what_connections_take() {
+    let output = tide_bench(&["doctor", "--nodes", "8"]);
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(said.contains("of all ranks     64           512        260"), "{said}");
+    assert_eq!(tide_bench(&["doctor", "--gpus", "4"]).status.code(), Some(2));
+}
+
+#[test]
 fn numbers_out_of_reach_are_refused_at_once() {
     let ctas = ["run", "--group", "8", "--nodes", "1", "--gpus", "1", "--sum-ctas", "4294967295"];
     let layers = ["replay", "--group", "144115188075855872", "--nodes", "1", "--gpus", "1", "--layers", "1024"];

@@ -4,11 +4,12 @@ use std::fmt::Write as _;
 
 use anyhow::Result;
 use tide_gpu::launch::spawn::{SpawnOptions, spawn as start_all};
+use tide_gpu::launch::{Placement, Token};
 use tide_gpu::layout::GroupLayout;
 use tide_gpu::plan::{PlanError, ReduceScatterOptions, ReduceScatterPlan, Topology};
 
 use crate::backend::Machine;
-use crate::cli::{PlanOptions, RunArgs, command_line};
+use crate::cli::{Backend, PlanOptions, RunArgs, command_line};
 use crate::examine::{Job, Settings, examine};
 use crate::failure::{child_failed, usage};
 use crate::progress::Progress;
@@ -25,6 +26,9 @@ use crate::{legs, memory, report, save};
 /// last.
 pub fn run(arguments: &RunArgs) -> Result<bool> {
     if let Some(count) = arguments.spawn {
+        if arguments.backend != Backend::Nccl {
+            return Err(usage("--spawn: only --backend nccl has several processes"));
+        }
         return spawn(count);
     }
     let site = Site::open(arguments)?;
@@ -83,7 +87,13 @@ fn spawn(count: u32) -> Result<bool> {
             _ => arguments.push(word),
         }
     }
-    match start_all(&SpawnOptions::new(count, arguments)?)? {
+    let env = |name: &str| std::env::var(name).ok();
+    let mut options = SpawnOptions::new(count, arguments)?;
+    options.outer = Placement::detect(&env)?;
+    if options.outer.is_some() || env("TIDE_TOKEN").is_some() {
+        options.token = Some(Token::from_env(&env));
+    }
+    match start_all(&options)? {
         0 => Ok(true),
         status => Err(child_failed(status)),
     }

@@ -14,7 +14,6 @@ use crate::backend::Machine;
 use crate::cli::RunArgs;
 #[cfg(not(all(feature = "cuda", feature = "nccl")))]
 use crate::failure::unsupported;
-use crate::failure::usage;
 
 /// Nodes and GPUs of a node where nothing says otherwise.
 const SHAPE: (u32, u32) = (2, 4);
@@ -41,9 +40,6 @@ impl Site {
         let mut notes: Vec<String> = fallback.into_iter().collect();
         let seed = arguments.source.seed;
         if machine != Machine::Nccl {
-            if arguments.spawn.is_some() {
-                return Err(usage("--spawn: only --backend nccl has several processes"));
-            }
             let path = arguments.path.map_or(Path::Device, Into::into);
             return Ok(Self { machine, topology: topology(arguments)?, seed, path, fabric: None, notes });
         }

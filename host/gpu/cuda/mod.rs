@@ -46,6 +46,7 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tide_device::abi::fault::WaitTag;
+use tide_device::abi::kernel::Kernel;
 use tide_device::abi::signal::{SIGNAL_BYTES, reached};
 
 /// How GPUs are driven.

@@ -50,7 +50,7 @@ pub struct ReplayArgs {
     #[arg(long, value_name = "M", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=NODES_MAX))]
     pub nodes: u32,
     /// GPUs of a node, L: 1 to 8.
-    #[arg(long, value_name = "L", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=GPUS_MAX))]
+    #[arg(long, value_name = "L", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=GPUS_MAX))]
     pub gpus: u32,
     /// Steps.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]

@@ -63,6 +63,7 @@ pub fn connect(arguments: &RunArgs, notes: &mut Vec<String>) -> Result<(Arc<dyn 
     align_traffic_class(notes);
     let library = Library::load().map_err(TideError::from)?;
     notes.push(format!("NCCL {} ({})", library.version(), library.path().display()));
+    notes.extend(library.lacks().into_iter().map(|(_, why)| format!("lacking: {why}")));
     let options = NcclOptions { path: arguments.path.map(Into::into), timeout, ..Default::default() };
     let driven = Driven { topology, ranks, devices };
     let folder = modules_folder(arguments);
