@@ -1,6 +1,6 @@
 //! The collectives, written once against [`crate::gpu::Gpu`] and [`crate::net::Net`].
 //!
-//! A process drives some ranks: on a cluster one, here all of them ("virtual ranks"). A call enqueues the work of every
+//! A process drives some ranks: one, where each GPU has a process; all of them, where ranks are virtual. A call enqueues the work of every
 //! driven rank, phase by phase, so that whatever waits stands behind what it waits for (I4), and kernels that wait for each
 //! other are one launch per GPU.
 
