@@ -233,6 +233,26 @@ fn an_asynchronous_error_is_reported_on_demand() {
 }
 
 #[test]
+fn a_communicator_whose_properties_are_not_told_ends_without_waiting_for_the_others() {
+    let fake = Fake::new();
+    fake.fail("ncclCommQueryProperties", 1, 1);
+    let library = fake.library();
+    let id = UniqueId::new(&library).unwrap();
+    let patient = Config { timeout: 2 * SOON, ..Config::default() };
+    let outcomes = on_ranks(2, |rank| {
+        let began = Instant::now();
+        let outcome = Comm::init_rank(&library, id, 2, rank, &patient);
+        if let Ok(comm) = &outcome {
+            comm.abort();
+        }
+        (outcome.map(drop), began.elapsed())
+    });
+    let failed: Vec<_> = outcomes.iter().filter(|(outcome, _)| outcome.is_err()).collect();
+    assert!(matches!(&failed[..], [(_, took)] if *took < SOON), "{outcomes:?}");
+    fake.assert_clean();
+}
+
+#[test]
 fn unique_ids_survive_their_bytes() {
     let fake = Fake::new();
     let library = fake.library();
