@@ -183,6 +183,24 @@ fn ranks_of_processes_connect_and_reach_the_memory_of_their_node() {
 }
 
 #[test]
+fn gin_without_its_module_is_passed_over_and_with_it_goes_as_far_as_the_device() {
+    const PROXY: i64 = 2;
+    let (fake, topology) = (Fake::new(), topology(2, 1));
+    fake.set("gin", PROXY);
+    for outcome in connect(&fake, one_each(topology), |fabric| Ok((fabric.way(), fabric.passed_over().join("; ")))) {
+        let (way, passed_over) = outcome.unwrap();
+        assert_eq!(way, Way::Host);
+        assert!(passed_over.contains("GIN proxy: rank 0 (and 1 more): no module was linked"), "{passed_over}");
+    }
+    let driven = Driven { topology, ranks: topology.all(), devices: vec![0, 1] };
+    let module = |_| Ok(String::new());
+    let connected = NcclFabric::connect(gpu(2), fake.library(), driven, Box::new(Alone), &options(), &module);
+    let error = connected.map(drop).unwrap_err().to_string();
+    assert!(error.contains("kernels of a PTX module"), "{error}");
+    fake.assert_clean();
+}
+
+#[test]
 fn one_process_connects_all_ranks_and_needs_no_communicators_of_nodes() {
     for (m, l) in [(2, 2), (3, 1), (1, 4)] {
         let (fake, topology) = (Fake::new(), topology(m, l));
@@ -231,21 +249,25 @@ fn processes_that_differ_are_told_in_what() {
 
 #[test]
 fn a_call_that_fails_on_one_rank_is_told_on_all_and_leaves_nothing() {
-    for (call, nth) in [
-        ("ncclGetUniqueId", 1),
-        ("ncclCommInitRankConfig", 2),
-        ("ncclCommQueryProperties", 2),
-        ("ncclCommSplit", 1),
-        ("ncclCommSplit", 6),
-        ("ncclMemAlloc", 3),
-        ("ncclCommWindowRegister", 1),
-        ("ncclCommWindowRegister", 6),
-        ("ncclGetLsaDevicePointer", 2),
+    // With how many communicators of a rank come to their end together; the others are aborted, which waits for nobody.
+    for (call, nth, ends) in [
+        ("ncclGetUniqueId", 1, 0),
+        ("ncclCommInitRankConfig", 2, 0),
+        ("ncclCommQueryProperties", 2, 0),
+        ("ncclCommSplit", 1, 0),
+        ("ncclCommSplit", 6, 0),
+        ("ncclMemAlloc", 3, 3),
+        ("ncclCommWindowRegister", 1, 1),
+        ("ncclCommWindowRegister", 6, 1),
+        ("ncclGetLsaDevicePointer", 2, 3),
     ] {
         let fake = Fake::new();
         fake.fail(call, nth, 1);
         let outcomes = connect(&fake, one_each(topology(2, 2)), |fabric| fabric.allocate(1).map(drop));
         assert_one_is_named(call, &sentences(outcomes));
+        for rank in 0..4 {
+            assert_eq!(fake.calls(rank, &["Finalize"]).len(), ends, "{call}: rank {rank}");
+        }
         fake.assert_clean();
     }
 }
