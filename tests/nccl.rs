@@ -32,8 +32,8 @@ const SOON: Duration = Duration::from_secs(15);
 struct Process {
     driven: Driven,
     options: NcclOptions,
-    /// It is gone at this call of its exchange, counted from 0.
-    dies_at: Option<u32>,
+    /// It is gone after so many calls of its exchange.
+    dies_after: Option<u32>,
 }
 
 /// An exchange of a process that dies.
@@ -54,12 +54,12 @@ impl Exchange for Mortal {
     }
 
     fn all_gather(&mut self, label: &str, bytes: &[u8]) -> Result<Vec<Vec<u8>>, TideError> {
-        match &mut self.calls_left {
-            Some(0) => self.inner = None,
-            Some(left) => *left -= 1,
-            None => {}
-        }
-        self.inner.as_mut().ok_or_else(|| TideError::rendezvous("this process is dead"))?.all_gather(label, bytes)
+        let dead = || TideError::rendezvous("this process is dead");
+        let mut inner = self.inner.take().filter(|_| self.calls_left != Some(0)).ok_or_else(dead)?;
+        let all = inner.all_gather(label, bytes)?;
+        self.calls_left = self.calls_left.map(|left| left - 1);
+        self.inner = (self.calls_left != Some(0)).then_some(inner);
+        self.inner.is_some().then_some(all).ok_or_else(dead)
     }
 }
 
@@ -74,7 +74,7 @@ fn options() -> NcclOptions {
 /// A process for each rank.
 fn one_each(topology: Topology) -> Vec<Process> {
     let driven = |rank: Rank| Driven { topology, ranks: RankRange::new(rank, 1), devices: vec![0] };
-    topology.ranks().map(|rank| Process { driven: driven(rank), options: options(), dies_at: None }).collect()
+    topology.ranks().map(|rank| Process { driven: driven(rank), options: options(), dies_after: None }).collect()
 }
 
 fn gpu(device_count: u32) -> Arc<dyn Gpu> {
@@ -111,7 +111,7 @@ fn connect<T: Send>(
                         None => Rendezvous::join(&found),
                     };
                     let inner = Some(rendezvous.unwrap());
-                    let exchange = Box::new(Mortal { inner, rank, rank_count, calls_left: process.dies_at });
+                    let exchange = Box::new(Mortal { inner, rank, rank_count, calls_left: process.dies_after });
                     let gpu = gpu(process.driven.ranks.count());
                     NcclFabric::connect(gpu, library, process.driven, exchange, &process.options, &no_module)
                         .and_then(then)
@@ -366,28 +366,25 @@ fn one_node_needs_no_way_over_the_rails() {
 
 #[test]
 fn a_process_that_is_gone_is_named_by_the_others() {
-    // Before anything; at the outcome of the first communicator; at that of the split; at the ways over the rails.
-    for dies_at in [0, 4, 6, 8] {
+    // With the call of NCCL's in which they wait for it.
+    for (dies_after, waits_in) in [
+        (0, None),
+        (1, None),
+        (3, None),
+        (5, Some("ncclCommInitRankConfig")),
+        (6, Some("ncclCommSplit")),
+        (7, None),
+        (8, None),
+    ] {
         let fake = Fake::new();
         let mut processes = one_each(topology(2, 2));
-        processes[2].dies_at = Some(dies_at);
+        processes[2].dies_after = Some(dies_after);
         let sentences = sentences(connect(&fake, processes, |_| Ok(())));
         for (_, other) in sentences.iter().enumerate().filter(|(i, _)| *i != 2) {
-            assert!(other.contains("rank 2"), "at {dies_at}: {sentences:#?}");
+            assert!(other.contains("rank 2"), "after {dies_after}: {sentences:#?}");
+            let waited = waits_in.is_none_or(|call| other.contains(&format!("has failed here: NCCL: {call} did not")));
+            assert!(waited, "after {dies_after}: {sentences:#?}");
         }
         fake.assert_clean();
     }
-}
-
-#[test]
-fn who_waits_in_nccl_for_a_process_that_is_gone_names_it_too() {
-    let fake = Fake::new();
-    let mut processes = one_each(topology(2, 2));
-    // It has the unique id, and does not join.
-    processes[3].dies_at = Some(3);
-    let sentences = sentences(connect(&fake, processes, |_| Ok(())));
-    for other in &sentences[..3] {
-        assert!(other.contains("rank 3"), "{sentences:#?}");
-    }
-    fake.assert_clean();
 }

@@ -329,6 +329,16 @@ struct Setup<'a> {
 impl Setup<'_> {
     /// Communicators of a node and of a rail for every driven rank.
     fn communicators(&mut self) -> Result<Vec<Endpoint>> {
+        let topology = self.driven.topology;
+        let whole_nodes = topology.nodes().all(|n| {
+            let first = topology.rank(n, crate::plan::LocalRank(0));
+            !self.driven.ranks.contains(first) || drives_whole_node(self.driven, n)
+        });
+        // Split is collective over all ranks: whether nodes are split is the same everywhere. Asked first: once ranks have a
+        // communicator, only its steps may fail.
+        let all_whole = self.exchange.all_gather("nodes of one process", &[u8::from(whole_nodes)])?;
+        let needs_nodes = topology.local_rank_count() > 1 && all_whole.iter().any(|whole| whole != &[1]);
+        let needs_rails = topology.node_count() > 1;
         let id = (self.exchange.rank() == 0).then(|| UniqueId::new(self.library)).transpose();
         let id = self.together("unique id", id.map_err(TideError::from))?;
         let bytes =
@@ -336,19 +346,10 @@ impl Setup<'_> {
         let bytes: [u8; UniqueId::BYTES] = bytes
             .try_into()
             .map_err(|_| TideError::Rendezvous { detail: "rank 0 sent a unique id of another length".into() })?;
-        let topology = self.driven.topology;
         let (all, lean) = (topology.rank_count(), self.lean_config());
         let world =
             self.each_rank(|rank| Comm::init_rank(self.library, UniqueId::from_bytes(bytes), all, rank.0, &lean));
         let world = self.conclude("communicator of all ranks", world, |_, comm: Comm| comm.abort())?;
-        let whole_nodes = topology.nodes().all(|n| {
-            let first = topology.rank(n, crate::plan::LocalRank(0));
-            !self.driven.ranks.contains(first) || drives_whole_node(self.driven, n)
-        });
-        // Split is collective over all ranks: whether nodes are split is the same everywhere.
-        let all_whole = self.exchange.all_gather("nodes of one process", &[u8::from(whole_nodes)])?;
-        let needs_nodes = topology.local_rank_count() > 1 && all_whole.iter().any(|whole| whole != &[1]);
-        let needs_rails = topology.node_count() > 1;
         let rail_config = Config {
             rma_contexts: self.library.require(Ability::HostRma).is_ok().then_some(1),
             rma_signals: self
