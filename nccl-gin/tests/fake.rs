@@ -233,6 +233,26 @@ fn an_asynchronous_error_is_reported_on_demand() {
 }
 
 #[test]
+fn a_communicator_whose_properties_are_not_told_ends_without_waiting_for_the_others() {
+    let fake = Fake::new();
+    fake.fail("ncclCommQueryProperties", 1, 1);
+    let library = fake.library();
+    let id = UniqueId::new(&library).unwrap();
+    let patient = Config { timeout: 2 * SOON, ..Config::default() };
+    let outcomes = on_ranks(2, |rank| {
+        let began = Instant::now();
+        let outcome = Comm::init_rank(&library, id, 2, rank, &patient);
+        if let Ok(comm) = &outcome {
+            comm.abort();
+        }
+        (outcome.map(drop), began.elapsed())
+    });
+    let failed: Vec<_> = outcomes.iter().filter(|(outcome, _)| outcome.is_err()).collect();
+    assert!(matches!(&failed[..], [(_, took)] if *took < SOON), "{outcomes:?}");
+    fake.assert_clean();
+}
+
+#[test]
 fn unique_ids_survive_their_bytes() {
     let fake = Fake::new();
     let library = fake.library();
@@ -294,6 +314,33 @@ fn a_split_gives_each_colour_its_ranks_in_the_order_of_keys() {
         assert_eq!(places, [Some((1, 2)), Some((1, 2)), Some((0, 2)), Some((0, 2)), None]);
         fake.assert_clean();
     }
+}
+
+#[test]
+fn a_split_that_says_success_before_it_is_done_is_waited_for() {
+    let fake = Fake::new();
+    fake.set("hasty_split", 1);
+    fake.slow("ncclCommSplit", 20);
+    let library = fake.library();
+    let places = on_comms(&library, 4, &Config::default(), |comm| {
+        let color = (comm.rank() > 0).then_some(comm.rank() % 2);
+        let child = comm.split(color, 0, &Config::default()).unwrap();
+        child.map(|child| (child.rank(), child.rank_count()))
+    });
+    assert_eq!(places, [None, Some((0, 2)), Some((0, 1)), Some((1, 2))]);
+    fake.assert_clean();
+}
+
+#[test]
+fn a_split_that_never_gets_done_after_it_said_success_ends_with_the_deadline() {
+    let fake = Fake::new();
+    fake.set("hasty_split", 1);
+    fake.slow("ncclCommSplit", -1);
+    on_comms(&fake.library(), 1, &quick(), |comm| {
+        let error = comm.split(Some(0), 0, &quick()).unwrap_err();
+        assert!(matches!(error, NcclError::Timeout { call: "ncclCommSplit", .. }), "{error}");
+    });
+    fake.assert_clean();
 }
 
 #[test]

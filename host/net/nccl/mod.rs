@@ -11,10 +11,12 @@
 
 mod choice;
 mod rails;
+mod step;
 mod window;
 
 pub use choice::{Abilities, Way, choose};
 
+use self::step::{Failure, Parts, conclude, each_rank, end_each_rank, together};
 use self::window::NcclWindow;
 use super::{Fabric, Path, Window};
 use crate::error::{Result, TideError};
@@ -90,8 +92,8 @@ struct Endpoints {
     driven: Driven,
     /// Per driven rank.
     held: Vec<Endpoint>,
-    /// All ranks are connected.
-    is_complete: bool,
+    /// All ranks are connected, and no collective call has failed on some of them: they come to each other's end.
+    is_in_step: AtomicBool,
     has_failed: AtomicBool,
 }
 
@@ -103,18 +105,22 @@ impl Endpoints {
 }
 
 impl Drop for Endpoints {
-    /// After a failure everything is leaked: aborts may be under way, and peers may never come. What was not completed is
-    /// aborted: peers may have given it up already, and would not come to its end.
+    /// After a failure everything is leaked: aborts may be under way, and peers may never come. Ranks that are out of step are
+    /// aborted: peers may have given up already, and would not come to their end.
     fn drop(&mut self) {
         let held = std::mem::take(&mut self.held);
         if self.has_failed() {
             std::mem::forget(held);
             return;
         }
-        if !self.is_complete {
-            held.iter().flat_map(Endpoint::comms).for_each(Comm::abort);
-        }
-        drop_each_rank(&*self.gpu, &self.driven, held);
+        // ORDER: relaxed, nobody else has it any more.
+        let is_in_step = self.is_in_step.load(Ordering::Relaxed);
+        end_each_rank(&*self.gpu, &self.driven, self.driven.ranks.iter().zip(held), |_, endpoint: Endpoint| {
+            if !is_in_step {
+                endpoint.abort();
+            }
+            drop(endpoint);
+        });
     }
 }
 
@@ -131,6 +137,10 @@ struct Endpoint {
 impl Endpoint {
     fn comms(&self) -> impl Iterator<Item = &Comm> {
         self.node.iter().chain(&self.rail)
+    }
+
+    fn abort(&self) {
+        self.comms().for_each(Comm::abort);
     }
 }
 
@@ -154,7 +164,7 @@ impl NcclFabric {
     /// # Errors
     /// [`TideError::Disagreement`] where processes differ in versions, topology or options; [`TideError::Unsupported`] where
     /// no way over the rails is common to all ranks; [`TideError::Rendezvous`] for a process that is gone; what NCCL refuses.
-    /// The same on all processes, except that one's own failure is told in full.
+    /// The same on all processes, except that one's own failure is told in full. Nothing is left behind.
     pub fn connect(
         gpu: Arc<dyn Gpu>,
         library: Library,
@@ -175,15 +185,15 @@ impl NcclFabric {
         check_placement(&mut *exchange, &driven)?;
         let mut setup = Setup { gpu: &*gpu, library: &library, driven: &driven, exchange: &mut *exchange, options };
         let held = setup.communicators()?;
-        let (is_complete, has_failed) = (false, AtomicBool::new(false));
-        let mut endpoints = Endpoints { gpu: Arc::clone(&gpu), driven: driven.clone(), held, is_complete, has_failed };
+        let (is_in_step, has_failed) = (AtomicBool::new(false), AtomicBool::new(false));
+        let mut endpoints = Endpoints { gpu: Arc::clone(&gpu), driven: driven.clone(), held, is_in_step, has_failed };
         let (way, passed_over) = setup.choose(&endpoints.held, module)?;
         tracing::info!(%way, ?passed_over, "rails");
         if let Way::Device(backend) = way {
             setup.load(backend, module)?;
             setup.device_communicators(&gpu, &mut endpoints.held, backend)?;
         }
-        endpoints.is_complete = true;
+        *endpoints.is_in_step.get_mut() = true;
         Ok(Arc::new(Self {
             gpu,
             library,
@@ -221,6 +231,14 @@ impl NcclFabric {
 
     fn has_failed(&self) -> bool {
         self.endpoints.has_failed()
+    }
+
+    /// Aborts all communicators after a collective call that has failed on some ranks: those may have left them already.
+    fn give_up(&self) {
+        // ORDER: relaxed, read when nobody else has it.
+        self.endpoints.is_in_step.store(false, Ordering::Relaxed);
+        let held = self.driven.ranks.iter().zip(&self.endpoints.held);
+        end_each_rank(&*self.gpu, &self.driven, held, |_, endpoint: &Endpoint| endpoint.abort());
     }
 
     /// Takes a set of host signals.
@@ -311,6 +329,16 @@ struct Setup<'a> {
 impl Setup<'_> {
     /// Communicators of a node and of a rail for every driven rank.
     fn communicators(&mut self) -> Result<Vec<Endpoint>> {
+        let topology = self.driven.topology;
+        let whole_nodes = topology.nodes().all(|n| {
+            let first = topology.rank(n, crate::plan::LocalRank(0));
+            !self.driven.ranks.contains(first) || drives_whole_node(self.driven, n)
+        });
+        // Split is collective over all ranks: whether nodes are split is the same everywhere. Asked first: once ranks have a
+        // communicator, only its steps may fail.
+        let all_whole = self.exchange.all_gather("nodes of one process", &[u8::from(whole_nodes)])?;
+        let needs_nodes = topology.local_rank_count() > 1 && all_whole.iter().any(|whole| whole != &[1]);
+        let needs_rails = topology.node_count() > 1;
         let id = (self.exchange.rank() == 0).then(|| UniqueId::new(self.library)).transpose();
         let id = self.together("unique id", id.map_err(TideError::from))?;
         let bytes =
@@ -318,19 +346,10 @@ impl Setup<'_> {
         let bytes: [u8; UniqueId::BYTES] = bytes
             .try_into()
             .map_err(|_| TideError::Rendezvous { detail: "rank 0 sent a unique id of another length".into() })?;
-        let topology = self.driven.topology;
         let (all, lean) = (topology.rank_count(), self.lean_config());
         let world =
             self.each_rank(|rank| Comm::init_rank(self.library, UniqueId::from_bytes(bytes), all, rank.0, &lean));
-        let world = self.together("communicator of all ranks", world)?;
-        let whole_nodes = topology.nodes().all(|n| {
-            let first = topology.rank(n, crate::plan::LocalRank(0));
-            !self.driven.ranks.contains(first) || drives_whole_node(self.driven, n)
-        });
-        // Split is collective over all ranks: whether nodes are split is the same everywhere.
-        let all_whole = self.exchange.all_gather("nodes of one process", &[u8::from(whole_nodes)])?;
-        let needs_nodes = topology.local_rank_count() > 1 && all_whole.iter().any(|whole| whole != &[1]);
-        let needs_rails = topology.node_count() > 1;
+        let world = self.conclude("communicator of all ranks", world, |_, comm: Comm| comm.abort())?;
         let rail_config = Config {
             rma_contexts: self.library.require(Ability::HostRma).is_ok().then_some(1),
             rma_signals: self
@@ -340,17 +359,39 @@ impl Setup<'_> {
                 .then_some(SIGNAL_SETS * rails::SIGNALS_OF_A_SET),
             ..self.lean_config()
         };
-        let split = |index: usize, rank: Rank| -> Result<Endpoint, NcclError> {
+        let split = |world: &Comm, rank: Rank| -> Result<Endpoint, NcclError> {
             let (node, local) = (topology.node_of(rank).0, topology.local_of(rank).0);
-            let world: &Comm = &world[index];
-            let node_comm = if needs_nodes { world.split(Some(node), local as i32, &lean)? } else { None };
-            let rail = if needs_rails { world.split(Some(local), node as i32, &rail_config)? } else { None };
-            Ok(Endpoint { node: node_comm, rail, device: None })
+            let mut endpoint = Endpoint { node: None, rail: None, device: None };
+            let mut children = || {
+                if needs_nodes {
+                    endpoint.node = world.split(Some(node), local as i32, &lean)?;
+                }
+                if needs_rails {
+                    endpoint.rail = world.split(Some(local), node as i32, &rail_config)?;
+                }
+                Ok(())
+            };
+            match children() {
+                Ok(()) => Ok(endpoint),
+                Err(error) => {
+                    endpoint.abort();
+                    // Those who wait for this rank in the same split may hear of it.
+                    world.abort();
+                    Err(error)
+                }
+            }
         };
         let ranks = self.driven.ranks;
-        let endpoints = self.each_rank(|rank| split(ranks.index(rank), rank));
-        let endpoints = self.together("communicators of nodes and rails", endpoints);
-        drop_each_rank(self.gpu, self.driven, world);
+        let endpoints = self.each_rank(|rank| split(&world[ranks.index(rank)], rank));
+        let endpoints =
+            self.conclude("communicators of nodes and rails", endpoints, |_, endpoint: Endpoint| endpoint.abort());
+        let are_split = endpoints.is_ok();
+        end_each_rank(self.gpu, self.driven, ranks.iter().zip(world), |_, comm: Comm| {
+            if !are_split {
+                comm.abort();
+            }
+            drop(comm);
+        });
         endpoints
     }
 
@@ -370,9 +411,14 @@ impl Setup<'_> {
         if self.driven.topology.node_count() == 1 {
             return Ok((Way::None, Vec::new()));
         }
-        let properties = endpoints.iter().flat_map(|e| &e.rail).map(|rail| rail.properties().map_err(TideError::from));
-        let properties = self.together("properties of the rails", properties.collect::<Result<Vec<_>>>())?;
-        let obstacle = |way: Way| properties.iter().find_map(|p| self.obstacle(way, p, module));
+        let rails = endpoints.iter().flat_map(|e| &e.rail);
+        // A version that does not tell them still has its obstacles to name.
+        let properties = match self.library.require(Ability::Properties) {
+            Ok(()) => rails.map(|rail| rail.properties().map(Ok).map_err(TideError::from)).collect(),
+            Err(lack) => Ok(rails.map(|_| Err(lack.clone())).collect()),
+        };
+        let properties: Vec<Result<Properties, NcclError>> = self.together("properties of the rails", properties)?;
+        let obstacle = |way: Way| properties.iter().find_map(|p| self.obstacle(way, p.as_ref(), module));
         let abilities = self.exchange.all_gather("ways over the rails", &Abilities::new(obstacle).encode())?;
         let abilities = abilities.iter().map(|bytes| Abilities::decode(bytes)).collect::<Option<Vec<_>>>();
         let abilities = abilities
@@ -381,28 +427,32 @@ impl Setup<'_> {
     }
 
     /// Why a driven rank cannot go a way.
-    fn obstacle(&self, way: Way, properties: &Properties, module: ModuleOf<'_>) -> Option<String> {
+    fn obstacle(&self, way: Way, properties: Result<&Properties, &NcclError>, module: ModuleOf<'_>) -> Option<String> {
+        let needed = match way {
+            Way::None => return None,
+            Way::Device(_) => Ability::DeviceComm,
+            Way::Host => Ability::HostRma,
+        };
+        if let Err(error) = self.library.require(needed) {
+            return Some(error.to_string());
+        }
+        let properties = match properties {
+            Ok(properties) => properties,
+            Err(error) => return Some(error.to_string()),
+        };
         match way {
             Way::None => None,
             Way::Device(backend) => {
-                let needed = match backend {
+                let gin = match backend {
                     NcclBackend::Gdaki => GinType::Gdaki,
                     NcclBackend::Proxy => GinType::Proxy,
                 };
-                if let Err(error) = self.library.require(Ability::DeviceComm) {
-                    return Some(error.to_string());
-                }
-                if properties.gin != needed {
+                if properties.gin != gin {
                     return Some(format!("NCCL has GIN {:?} on the rail", properties.gin));
                 }
                 module(backend).err().map(|error| error.to_string())
             }
-            Way::Host => {
-                if let Err(error) = self.library.require(Ability::HostRma) {
-                    return Some(error.to_string());
-                }
-                (!properties.host_rma).then(|| "NCCL has no host RMA on the rail".into())
-            }
+            Way::Host => (!properties.host_rma).then(|| "NCCL has no host RMA on the rail".into()),
         }
     }
 
@@ -430,98 +480,37 @@ impl Setup<'_> {
         };
         let rails: Vec<Comm> = endpoints.iter().filter_map(|e| e.rail.clone()).collect();
         let ranks = self.driven.ranks;
-        let created = self.each_rank(|rank| {
+        let created = self.each_rank(|rank| -> Result<_, Failure> {
             let rail = &rails[ranks.index(rank)];
-            DeviceComm::create(rail, &requirements)
+            let created = DeviceComm::create(rail, &requirements)?;
+            match DeviceBuffer::from_slice(gpu, self.driven.devices[ranks.index(rank)], &created.bytes()) {
+                Ok(copy) => Ok((created, copy)),
+                Err(error) => {
+                    rail.abort();
+                    Err(error.into())
+                }
+            }
         });
-        let created = self.together("device communicators", created)?;
-        let mut buffers = Vec::new();
-        for (rank, comm) in ranks.iter().zip(&created) {
-            let device = self.driven.devices[ranks.index(rank)];
-            buffers.push(DeviceBuffer::from_slice(gpu, device, &comm.bytes()));
-        }
-        let buffers =
-            self.together("copies of the device communicators", buffers.into_iter().collect::<Result<Vec<_>>>())?;
-        for ((endpoint, comm), buffer) in endpoints.iter_mut().zip(created).zip(buffers) {
-            endpoint.device = Some((comm, buffer));
+        let give_up = |rank, created: (DeviceComm, DeviceBuffer)| {
+            rails[ranks.index(rank)].abort();
+            drop(created);
+        };
+        let created = self.conclude("device communicators", created, give_up)?;
+        for (endpoint, created) in endpoints.iter_mut().zip(created) {
+            endpoint.device = Some(created);
         }
         Ok(())
     }
 
-    fn each_rank<T: Send>(&self, call: impl Fn(Rank) -> Result<T, NcclError> + Sync) -> Result<Vec<T>> {
+    fn each_rank<T: Send, E: Into<Failure>>(&self, call: impl Fn(Rank) -> Result<T, E> + Sync) -> Parts<T> {
         each_rank(self.gpu, self.driven, call)
+    }
+
+    fn conclude<T: Send>(&mut self, step: &str, parts: Parts<T>, give_up: impl Fn(Rank, T) + Sync) -> Result<Vec<T>> {
+        conclude(self.gpu, self.driven, self.exchange, step, parts, give_up)
     }
 
     fn together<T>(&mut self, step: &str, outcome: Result<T>) -> Result<T> {
         together(self.exchange, step, outcome)
-    }
-}
-
-/// Makes a collective call of NCCL for every driven rank, each in a thread of its own with its device current: the calls wait
-/// for each other.
-fn each_rank<T: Send>(
-    gpu: &dyn Gpu,
-    driven: &Driven,
-    call: impl Fn(Rank) -> Result<T, NcclError> + Sync,
-) -> Result<Vec<T>> {
-    let run = |rank: Rank| -> Result<T> {
-        gpu.enter(driven.devices[driven.ranks.index(rank)])?;
-        Ok(call(rank)?)
-    };
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = driven
-            .ranks
-            .iter()
-            .map(|rank| {
-                scope.spawn({
-                    let run = &run;
-                    move || run(rank)
-                })
-            })
-            .collect();
-        let outcomes: Vec<Result<T>> = threads
-            .into_iter()
-            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect();
-        let mut held = Vec::new();
-        let mut failure = None;
-        for outcome in outcomes {
-            match outcome {
-                Ok(value) => held.push(value),
-                Err(error) => failure = failure.or(Some(error)),
-            }
-        }
-        failure.map_or(Ok(held), Err)
-    })
-}
-
-/// Gives up what every driven rank holds, each in a thread of its own: the end of a communicator waits for its other ranks.
-fn drop_each_rank<T: Send>(gpu: &dyn Gpu, driven: &Driven, held: Vec<T>) {
-    std::thread::scope(|scope| {
-        for (rank, held) in driven.ranks.iter().zip(held) {
-            scope.spawn(move || {
-                if let Err(error) = gpu.enter(driven.devices[driven.ranks.index(rank)]) {
-                    tracing::warn!(%error, "NCCL's state is given back without its device");
-                }
-                drop(held);
-            });
-        }
-    });
-}
-
-/// Tells all processes how a step went here: it has gone well only if it has everywhere.
-fn together<T>(exchange: &mut dyn Exchange, step: &str, outcome: Result<T>) -> Result<T> {
-    tracing::info!(step, failed = outcome.is_err(), "here");
-    let said = outcome.as_ref().err().map(ToString::to_string).unwrap_or_default();
-    let all = exchange.all_gather(step, said.as_bytes())?;
-    let value = outcome?;
-    match all.iter().enumerate().find(|(_, said)| !said.is_empty()) {
-        None => {
-            tracing::info!(step, "everywhere");
-            Ok(value)
-        }
-        Some((process, said)) => Err(TideError::Rendezvous {
-            detail: format!("{step}: process {process} has failed: {}", String::from_utf8_lossy(said)),
-        }),
     }
 }

@@ -1,7 +1,8 @@
 //! Symmetric memory of NCCL: an allocation per driven rank, registered on its node's communicator and on its rail's.
 
 use super::rails::NcclRails;
-use super::{Memory, NcclFabric, WindowFlags, drop_each_rank, each_rank, together};
+use super::step::{conclude, each_rank, end_each_rank, together};
+use super::{Memory, NcclFabric, WindowFlags};
 use crate::arena::SymmetricMemory;
 use crate::error::Result;
 use crate::gpu::DevicePtr;
@@ -33,22 +34,39 @@ pub(super) struct NcclWindow {
 }
 
 impl NcclWindow {
-    /// Allocates and registers. Collective.
+    /// Allocates and registers. Collective. Where a rank lacks the memory nothing has happened; after a registration that has
+    /// failed all communicators are given up, because some ranks may have left them at their deadline.
     pub(super) fn new(fabric: Arc<NcclFabric>, bytes: u64) -> Result<Arc<Self>> {
-        let driven = &fabric.driven;
+        let (gpu, driven) = (&*fabric.gpu, &fabric.driven);
         let bytes = bytes.max(1).next_multiple_of(PAGE_BYTES) as usize;
+        let memory = each_rank(gpu, driven, |_| Memory::alloc(&fabric.library, bytes));
+        let memory = conclude(gpu, driven, &mut **fabric.lock_exchange(), "allocate a window", memory, |_, memory| {
+            drop(memory)
+        })?;
         // One order on all ranks: the node's communicator, then the rail's.
         let register = |rank: Rank| -> Result<Registered, NcclError> {
             let endpoint = fabric.endpoint(rank);
-            let memory = Memory::alloc(&fabric.library, bytes)?;
-            let node = endpoint.node.as_ref().map(|c| c.register(&memory, WindowFlags::COLL_SYMMETRIC)).transpose()?;
+            let memory = &memory[driven.ranks.index(rank)];
             // Signals lie at addresses of the window.
             let flags = WindowFlags(WindowFlags::COLL_SYMMETRIC.0 | WindowFlags::STRICT_ORDERING.0);
-            let rail = endpoint.rail.as_ref().map(|c| c.register(&memory, flags)).transpose()?;
-            Ok(Registered { node, rail, memory })
+            let node = endpoint.node.as_ref().map(|c| c.register(memory, WindowFlags::COLL_SYMMETRIC)).transpose()?;
+            // The window of the node is given up with its communicator, not before: its end may wait for other ranks.
+            let rail = match endpoint.rail.as_ref().map(|c| c.register(memory, flags)).transpose() {
+                Ok(rail) => rail,
+                Err(error) => {
+                    endpoint.abort();
+                    return Err(error);
+                }
+            };
+            Ok(Registered { node, rail, memory: memory.clone() })
         };
-        let registered = each_rank(&*fabric.gpu, driven, register);
-        let registered = together(&mut **fabric.lock_exchange(), "register a window", registered)?;
+        let registered = each_rank(gpu, driven, register);
+        let give_up = |rank: Rank, registered: Registered| {
+            fabric.endpoint(rank).abort();
+            drop(registered);
+        };
+        let registered = conclude(gpu, driven, &mut **fabric.lock_exchange(), "register a window", registered, give_up)
+            .inspect_err(|_| fabric.give_up())?;
         let mut bases = vec![None; driven.topology.rank_count() as usize];
         for (rank, registered) in driven.ranks.iter().zip(&registered) {
             bases[rank.0 as usize] = Some(DevicePtr(registered.memory.pointer().0));
@@ -66,7 +84,11 @@ impl NcclWindow {
             Ok(())
         };
         let found = peers().map_err(Into::into);
-        together(&mut **fabric.lock_exchange(), "addresses of a node", found)?;
+        if let Err(error) = together(&mut **fabric.lock_exchange(), "addresses of a node", found) {
+            end_each_rank(gpu, driven, driven.ranks.iter().zip(registered), |_, registered| drop(registered));
+            return Err(error);
+        }
+        drop(memory);
         let registered = ManuallyDrop::new(registered);
         Ok(Arc::new(Self { fabric, registered, bases }))
     }
@@ -111,6 +133,7 @@ impl Drop for NcclWindow {
         }
         // SAFETY: taken once, here; nothing uses it after.
         let registered = unsafe { ManuallyDrop::take(&mut self.registered) };
-        drop_each_rank(&*self.fabric.gpu, &self.fabric.driven, registered);
+        let (gpu, driven) = (&*self.fabric.gpu, &self.fabric.driven);
+        end_each_rank(gpu, driven, driven.ranks.iter().zip(registered), |_, registered| drop(registered));
     }
 }

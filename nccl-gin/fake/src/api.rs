@@ -31,6 +31,8 @@ pub struct SignalWait {
 pub struct Comm {
     world: Arc<World>,
     rank: usize,
+    /// The rank in the communicator that this one descends from by splits: what the log tells ranks apart by.
+    first_rank: i64,
     blocking: bool,
     rma_contexts: c_int,
     rma_signals: c_int,
@@ -53,6 +55,7 @@ struct Part {
 /// An `ncclWindow_t` points to it.
 pub struct Window {
     rank: usize,
+    first_rank: i64,
     parts: Vec<Part>,
 }
 
@@ -102,10 +105,6 @@ fn put_bytes(start: usize, data: &[u8]) {
 }
 
 impl Comm {
-    fn rank(&self) -> i64 {
-        self.rank as i64
-    }
-
     /// A step that all ranks take: `finish` runs once all have brought their part.
     fn together(
         &mut self,
@@ -164,7 +163,7 @@ fn free_comm(handle: *mut Comm) {
     drop(unsafe { Box::from_raw(handle) });
 }
 
-fn new_comm(world: Arc<World>, rank: usize, config: &Foreign) -> *mut Comm {
+fn new_comm(world: Arc<World>, rank: usize, first_rank: i64, config: &Foreign) -> *mut Comm {
     count("comms", 1);
     if config.read::<c_int>(40) != 0 {
         count("misuses", 1);
@@ -173,6 +172,7 @@ fn new_comm(world: Arc<World>, rank: usize, config: &Foreign) -> *mut Comm {
     Box::into_raw(Box::new(Comm {
         world,
         rank,
+        first_rank,
         blocking: config.int_or(16, 1) != 0,
         rma_contexts: if has(22907) { config.int_or(84, 1) } else { 1 },
         rma_signals: if has(23102) { config.int_or(100, 1) } else { 1 },
@@ -233,7 +233,7 @@ pub extern "C" fn ncclCommInitRankConfig(
         called(i64::from(rank), CALL, &format!("{rank} of {rank_count}"))?;
         let config = Foreign::config(config, version())?;
         let world = World::named(&id.0, rank_count as usize);
-        let handle = new_comm(world, rank as usize, &config);
+        let handle = new_comm(world, rank as usize, i64::from(rank), &config);
         give(out, handle);
         let outcome = comm(handle)?.together(CALL, Vec::new(), |_, _| SUCCESS);
         if comm(handle)?.blocking && outcome != Ok(SUCCESS) {
@@ -245,7 +245,7 @@ pub extern "C" fn ncclCommInitRankConfig(
     code(run())
 }
 
-/// `ncclCommSplit`.
+/// `ncclCommSplit`. With `hasty_split` it says success while a non-blocking parent is still at it, as that of 2.32.3 does.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclCommSplit(
     parent: *mut Comm,
@@ -257,11 +257,11 @@ pub extern "C" fn ncclCommSplit(
     const CALL: &str = "ncclCommSplit";
     let run = || {
         let parent = comm(parent)?;
-        called(parent.rank(), CALL, &format!("{color}, {key}"))?;
+        called(parent.first_rank, CALL, &format!("{color}, {key}"))?;
         let config = Foreign::config(config, version())?;
         let step = parent.next_step;
         let part = [color.to_ne_bytes(), key.to_ne_bytes()].concat();
-        parent.together(CALL, part, move |parent, parts| {
+        let stage = parent.together(CALL, part, move |parent, parts| {
             let int = |part: &[u8], at: usize| c_int::from_ne_bytes(part[at..at + 4].try_into().expect("four bytes"));
             let mut members: Vec<(c_int, usize)> = (0..parts.len())
                 .filter(|rank| int(&parts[*rank], 0) == color)
@@ -273,11 +273,15 @@ pub extern "C" fn ncclCommSplit(
             } else {
                 let rank = members.iter().position(|(_, rank)| *rank == parent.rank).expect("its own colour");
                 let name = format!("{:p} {step} {color}", Arc::as_ptr(&parent.world));
-                new_comm(World::named(name.as_bytes(), members.len()), rank, &config)
+                new_comm(World::named(name.as_bytes(), members.len()), rank, parent.first_rank, &config)
             };
             give(out, child);
             SUCCESS
-        })
+        })?;
+        match setting("hasty_split") {
+            0 => Ok(stage),
+            _ => Ok(if stage == IN_PROGRESS { SUCCESS } else { stage }),
+        }
     };
     code(run())
 }
@@ -288,7 +292,7 @@ pub extern "C" fn ncclCommFinalize(handle: *mut Comm) -> c_int {
     const CALL: &str = "ncclCommFinalize";
     let run = || {
         let comm = comm(handle)?;
-        called(comm.rank(), CALL, "")?;
+        called(comm.first_rank, CALL, "")?;
         comm.together(CALL, Vec::new(), |_, _| SUCCESS)
     };
     code(run())
@@ -298,7 +302,7 @@ pub extern "C" fn ncclCommFinalize(handle: *mut Comm) -> c_int {
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclCommDestroy(handle: *mut Comm) -> c_int {
     let run = || {
-        called(comm(handle)?.rank(), "ncclCommDestroy", "")?;
+        called(comm(handle)?.first_rank, "ncclCommDestroy", "")?;
         free_comm(handle);
         Ok(SUCCESS)
     };
@@ -310,7 +314,7 @@ pub extern "C" fn ncclCommDestroy(handle: *mut Comm) -> c_int {
 pub extern "C" fn ncclCommAbort(handle: *mut Comm) -> c_int {
     let run = || {
         let comm = comm(handle)?;
-        called(comm.rank(), "ncclCommAbort", "")?;
+        called(comm.first_rank, "ncclCommAbort", "")?;
         count("windows", -(comm.windows.len() as i64));
         count("device_comms", -comm.device_comm_count);
         for window in std::mem::take(&mut comm.windows).into_keys() {
@@ -387,7 +391,7 @@ pub extern "C" fn ncclAllGather(
     const CALL: &str = "ncclAllGather";
     let (send, receive) = (send as usize, receive as usize);
     let run = || {
-        called(comm(handle)?.rank(), CALL, &format!("{count} of type {data_type}"))?;
+        called(comm(handle)?.first_rank, CALL, &format!("{count} of type {data_type}"))?;
         let bytes = count * element_bytes(data_type).ok_or(INVALID_ARGUMENT)?;
         Ok(group::issue(Turn::Together, move || {
             code(exchange(handle, CALL, bytes_at(send, bytes)).map(|parts| {
@@ -416,7 +420,7 @@ pub extern "C" fn ncclReduceScatter(
     let (send, receive) = (send as usize, receive as usize);
     let run = || {
         let comm = comm(handle)?;
-        called(comm.rank(), CALL, &format!("{count} of type {data_type}, op {op}"))?;
+        called(comm.first_rank, CALL, &format!("{count} of type {data_type}, op {op}"))?;
         if (data_type, op) != (FLOAT32, SUM) {
             return Err(refuse(INVALID_ARGUMENT, "the fake sums floats only"));
         }
@@ -501,7 +505,7 @@ pub extern "C" fn ncclCommWindowRegister(
     const CALL: &str = "ncclCommWindowRegister";
     let run = || {
         let comm = comm(handle)?;
-        called(comm.rank(), CALL, &format!("{bytes}, {flags}"))?;
+        called(comm.first_rank, CALL, &format!("{bytes}, {flags}"))?;
         if group::is_open() {
             count("misuses", 1);
         }
@@ -514,7 +518,7 @@ pub extern "C" fn ncclCommWindowRegister(
             let word = |part: &[u8], at: usize| usize::from_ne_bytes(part[at..at + 8].try_into().expect("eight bytes"));
             let parts: Vec<Part> = parts.iter().map(|p| Part { start: word(p, 0), bytes: word(p, 8), flags }).collect();
             let own = parts[comm.rank];
-            let window = Box::into_raw(Box::new(Window { rank: comm.rank, parts }));
+            let window = Box::into_raw(Box::new(Window { rank: comm.rank, first_rank: comm.first_rank, parts }));
             comm.windows.insert(window as usize, own);
             count("windows", 1);
             give(out, window);
@@ -530,7 +534,7 @@ pub extern "C" fn ncclCommWindowDeregister(handle: *mut Comm, window: *mut Windo
     let run = || {
         let comm = comm(handle)?;
         let part = comm.windows.remove(&(window as usize));
-        called(comm.rank(), "ncclCommWindowDeregister", &part.map_or(0, |p| p.bytes).to_string())?;
+        called(comm.first_rank, "ncclCommWindowDeregister", &part.map_or(0, |p| p.bytes).to_string())?;
         let allocated =
             |p: Part| state().memory.iter().any(|(start, bytes)| (*start..start + bytes).contains(&p.start));
         let freed = part.is_some_and(|p| !allocated(p));
@@ -563,7 +567,7 @@ pub extern "C" fn ncclGetLsaDevicePointer(
 ) -> c_int {
     let run = || {
         let window = window(handle)?;
-        called(window.rank as i64, "ncclGetLsaDevicePointer", &format!("{lsa_rank}, {offset}"))?;
+        called(window.first_rank, "ncclGetLsaDevicePointer", &format!("{lsa_rank}, {offset}"))?;
         let (first, size) = lsa_team(window.rank, window.parts.len());
         let member = usize::try_from(lsa_rank).ok().filter(|r| *r < size).ok_or(INVALID_ARGUMENT)?;
         give(out, (window.parts[first + member].start + offset) as *mut c_void);
@@ -582,7 +586,7 @@ pub extern "C" fn ncclGetPeerDevicePointer(
 ) -> c_int {
     let run = || {
         let window = window(handle)?;
-        called(window.rank as i64, "ncclGetPeerDevicePointer", &format!("{peer}, {offset}"))?;
+        called(window.first_rank, "ncclGetPeerDevicePointer", &format!("{peer}, {offset}"))?;
         let (first, size) = lsa_team(window.rank, window.parts.len());
         let peer = usize::try_from(peer).ok().filter(|p| *p < window.parts.len()).ok_or(INVALID_ARGUMENT)?;
         let near = (first..first + size).contains(&peer);
@@ -598,7 +602,7 @@ pub extern "C" fn ncclGetPeerDevicePointer(
 pub extern "C" fn ncclGetLsaMultimemDevicePointer(handle: *mut Window, offset: usize, out: *mut *mut c_void) -> c_int {
     let run = || {
         let window = window(handle)?;
-        called(window.rank as i64, "ncclGetLsaMultimemDevicePointer", &offset.to_string())?;
+        called(window.first_rank, "ncclGetLsaMultimemDevicePointer", &offset.to_string())?;
         let address = if setting("multimem") != 0 { window.parts[window.rank].start + offset } else { 0 };
         give(out, address as *mut c_void);
         Ok(SUCCESS)
@@ -611,7 +615,7 @@ pub extern "C" fn ncclGetLsaMultimemDevicePointer(handle: *mut Window, offset: u
 pub extern "C" fn ncclCommQueryProperties(handle: *mut Comm, properties: *mut c_void) -> c_int {
     let run = || {
         let comm = comm(handle)?;
-        called(comm.rank(), "ncclCommQueryProperties", "")?;
+        called(comm.first_rank, "ncclCommQueryProperties", "")?;
         if comm.pending.is_some() {
             count("misuses", 1);
         }
@@ -658,7 +662,7 @@ pub extern "C" fn ncclPutSignal(
     let source = source as usize;
     let run = || {
         let comm = comm(handle)?;
-        called(comm.rank(), "ncclPutSignal", &format!("{peer}, {count}, signal {index}, context {context}"))?;
+        called(comm.first_rank, "ncclPutSignal", &format!("{peer}, {count}, signal {index}, context {context}"))?;
         let target = comm.check_rma(peer, index, context)?;
         let bytes = count * element_bytes(data_type).ok_or(INVALID_ARGUMENT)?;
         let part = window(peer_window)?.parts[target];
@@ -687,7 +691,7 @@ pub extern "C" fn ncclSignal(
 ) -> c_int {
     let run = || {
         let comm = comm(handle)?;
-        called(comm.rank(), "ncclSignal", &format!("{peer}, signal {index}, context {context}"))?;
+        called(comm.first_rank, "ncclSignal", &format!("{peer}, signal {index}, context {context}"))?;
         let target = comm.check_rma(peer, index, context)?;
         if flags != 0 {
             return Err(INVALID_ARGUMENT);
@@ -714,7 +718,7 @@ pub extern "C" fn ncclWaitSignal(
         // SAFETY: the caller states that so many are there.
         let waits = unsafe { std::slice::from_raw_parts(waits, wait_count as usize) }.to_vec();
         let words: Vec<String> = waits.iter().map(|w| format!("{} of {}", w.count, w.peer)).collect();
-        called(comm.rank(), "ncclWaitSignal", &words.join(", "))?;
+        called(comm.first_rank, "ncclWaitSignal", &words.join(", "))?;
         let (world, target) = (Arc::clone(&comm.world), comm.rank);
         let keys = waits.iter().map(|w| {
             let origin = comm.check_rma(w.peer, w.index, w.context)?;
@@ -745,7 +749,7 @@ pub extern "C" fn ncclDevCommCreate(handle: *mut Comm, requirements: *const c_vo
         let (contexts, signals): (c_int, c_int) = (asked.read(60), asked.read(64));
         let (connection, depth): (c_int, c_int) = (asked.read(72), asked.read(80));
         called(
-            comm.rank(),
+            comm.first_rank,
             CALL,
             &format!("connection {connection}, {contexts} contexts, {signals} signals, depth {depth}"),
         )?;
@@ -789,7 +793,7 @@ pub extern "C" fn ncclDevCommCreate(handle: *mut Comm, requirements: *const c_vo
 pub extern "C" fn ncclDevCommDestroy(handle: *mut Comm, device_comm: *const c_void) -> c_int {
     let run = || {
         let comm = comm(handle)?;
-        called(comm.rank(), "ncclDevCommDestroy", "")?;
+        called(comm.first_rank, "ncclDevCommDestroy", "")?;
         if device_comm.is_null() || comm.device_comm_count == 0 {
             count("misuses", 1);
             return Err(INVALID_ARGUMENT);

@@ -36,7 +36,7 @@ pub extern "C" fn fake_slow(call: *const c_char, polls: i64) {
     state().slow.insert(text(call), polls);
 }
 
-/// Writes the calls of `rank` (-1: those of no rank), one a line, and gives the length; only that if `capacity` is too small.
+/// Writes the calls of `rank` (-1: those of no rank; children of a split bear their parent's), one a line, and gives the length; only that if `capacity` is too small.
 #[unsafe(no_mangle)]
 pub extern "C" fn fake_log(rank: i64, buffer: *mut u8, capacity: usize) -> usize {
     let lines: Vec<String> = state().log.iter().filter(|(r, _)| *r == rank).map(|(_, call)| call.clone()).collect();

@@ -28,7 +28,7 @@ pub struct State {
     pub memory: HashMap<usize, usize>,
     /// Live objects by kind.
     pub counts: HashMap<&'static str, i64>,
-    /// Rank (-1: none) and call.
+    /// Rank in the communicator that all others were split from (-1: none), and call.
     pub log: Vec<(i64, String)>,
     pub last_error: String,
 }
@@ -46,6 +46,7 @@ static STATE: LazyLock<Mutex<State>> = LazyLock::new(|| {
         ("null_windows", 0),
         ("async_error", 0),
         ("device_comm_version", 0),
+        ("hasty_split", 0),
     ];
     Mutex::new(State {
         settings: settings.into_iter().map(|(name, value)| (name.to_owned(), value)).collect(),

@@ -170,7 +170,15 @@ impl Comm {
             inner.abort(&mut state, &error.to_string());
             return Err(error);
         }
-        let properties = if library.require(Ability::Properties).is_ok() { Some(inner.query(&state)?) } else { None };
+        let properties = match library.require(Ability::Properties).map(|()| inner.query(&state)) {
+            Ok(Err(error)) => {
+                // Its end would wait for the other ranks, which go on.
+                inner.abort(&mut state, &error.to_string());
+                return Err(error);
+            }
+            Ok(Ok(properties)) => Some(properties),
+            Err(_) => None,
+        };
         drop(state);
         inner.properties = properties;
         Ok(Self { inner: Arc::new(inner) })
