@@ -7,7 +7,7 @@ use common::{Case, assert_close, int_fill, reference};
 use std::sync::Arc;
 use std::time::Duration;
 use tide_gpu::gpu::sim::{SimGpu, SimOptions};
-use tide_gpu::gpu::{Copy2d, DeviceBuffer, Event, Gpu, MemoryWait, Priority, Stream, SyncOutcome};
+use tide_gpu::gpu::{Copy2d, DeviceBuffer, Event, Fill2d, Gpu, MemoryWait, Priority, Stream, SyncOutcome};
 use tide_gpu::layout::Dtype;
 use tide_gpu::plan::Topology;
 use tide_gpu::{
@@ -308,5 +308,77 @@ fn a_wait_without_end_that_never_holds_is_a_stall() {
         assert!((1_000_000..1 << 40).contains(&sim.now_ns()));
         gate.open();
         assert_eq!(gpu.synchronize(gate.stream, 1).unwrap(), SyncOutcome::Complete);
+    }
+}
+
+/// What `read` promises: behind it the gradients may be overwritten, on every rank, whoever else has still to come.
+#[test]
+fn gradients_may_be_overwritten_behind_the_read_event() {
+    for seed in 0..40 {
+        let mut case = Case::new(2, 2, &[&[37, 24], &[129]]).seed(seed);
+        case.dtype = GradientDtype::F32;
+        case.path = [Path::Device, Path::Host][seed as usize % 2];
+        case.sim.eager_steps_max = [0, 8, 64][seed as usize % 3];
+        let comm = case.communicator();
+        let gpu = Arc::clone(comm.gpu());
+        let mut rs = ReduceScatter::new(&comm, &case.group(), case.dtype, &case.options).unwrap();
+        let held = buffers(&case, &comm, &rs);
+        let events = rs.enqueue(&held.ranks, Scale::default()).unwrap();
+        for (given, event) in held.ranks.iter().zip(&events) {
+            let user = gpu.create_stream(0, Priority::Normal).unwrap();
+            gpu.wait_event(user, event.read).unwrap();
+            for gradient in given.gradients.iter().flatten() {
+                let (destination, bytes) = (gradient.address, gradient.bytes);
+                let fill = Fill2d { destination, pitch_bytes: bytes, width_bytes: bytes, rows: 1, value: 0xff };
+                gpu.fill(user, &fill).unwrap();
+            }
+        }
+        comm.synchronize().unwrap();
+        let all: Vec<_> = (0..case.rank_count()).map(|rank| int_fill(&case.shapes, rank)).collect();
+        let outs: Vec<Vec<f32>> = held.outs.iter().map(|o| o.to_vec().unwrap()).collect();
+        assert_close(&outs, &reference(&case.shapes, &all, Scale::default(), 0.0), &format!("seed {seed}"));
+    }
+}
+
+/// A bank is free again once its last call has sent its blocks: of three calls, the first one's network phase starts last.
+#[test]
+fn a_call_does_not_sum_into_a_bank_that_is_still_being_sent() {
+    for seed in 0..12 {
+        let mut case = Case::new(3, 2, &[&[37, 24], &[129]]).seed(seed);
+        case.dtype = GradientDtype::F32;
+        case.path = [Path::Device, Path::Host][seed as usize % 2];
+        let comm = case.communicator();
+        let gpu = Arc::clone(comm.gpu());
+        let mut rs = ReduceScatter::new(&comm, &case.group(), case.dtype, &case.options).unwrap();
+        let gate = Gate::new(&gpu, 1 << 50);
+        let calls: Vec<Buffers> = (0..4).map(|_| buffers(&case, &comm, &rs)).collect();
+        for (call, held) in calls.iter().enumerate() {
+            // Each call's sums are its own: a bank that was summed into too early shows.
+            let scale = Scale { alpha: 1.0 + call as f32, accumulate: false };
+            for (rank, given) in held.ranks.iter().enumerate() {
+                for (p, gradient) in given.gradients.iter().flatten().enumerate() {
+                    let values = vec![(call * 8 + rank + p) as f32; (gradient.bytes / 4) as usize];
+                    gpu.upload(gradient.address, bytemuck::cast_slice(&values)).unwrap();
+                }
+            }
+            let gates = vec![(call == 0).then_some(gate.opened); held.ranks.len()];
+            rs.enqueue_behind(&held.ranks, scale, &gates).unwrap();
+        }
+        gate.open();
+        comm.synchronize().unwrap();
+        for (call, held) in calls.iter().enumerate() {
+            let of_rank = |rank: usize| {
+                let of = |p: usize| {
+                    let elems = case.shapes[p].iter().product::<u64>() as usize;
+                    Some(vec![(call * 8 + rank + p) as f32; elems])
+                };
+                (0..case.shapes.len()).map(of).collect()
+            };
+            let all: Vec<_> = (0..case.rank_count() as usize).map(of_rank).collect();
+            let outs: Vec<Vec<f32>> = held.outs.iter().map(|o| o.to_vec().unwrap()).collect();
+            let scale = Scale { alpha: 1.0 + call as f32, accumulate: false };
+            let expected = reference(&case.shapes, &all, scale, 0.0);
+            assert_close(&outs, &expected, &format!("seed {seed} call {call}"));
+        }
     }
 }
