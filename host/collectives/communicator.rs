@@ -102,6 +102,11 @@ impl Communicator {
         self.shared.fabric.gpu()
     }
 
+    /// What connects the ranks: `loopback` in one process, `nccl` on a cluster.
+    pub fn network(&self) -> &'static str {
+        self.shared.fabric.name()
+    }
+
     /// All ranks.
     pub fn topology(&self) -> Topology {
         self.shared.fabric.topology()

@@ -50,6 +50,14 @@ pub fn is_fast(group: &Group) -> bool {
     group.parameters().len() <= GRADIENTS_MAX
 }
 
+/// The back end's name: the network's, where that is a library's, else the machine's.
+fn backend_name(comm: &Communicator) -> &'static str {
+    match comm.network() {
+        "loopback" => comm.gpu().name(),
+        network => network,
+    }
+}
+
 /// The word for who drives the network of a collective on the fast path.
 fn path_name(comm: &Communicator) -> &'static str {
     match comm.options().path {

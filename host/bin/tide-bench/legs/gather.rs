@@ -8,7 +8,7 @@ use tide_gpu::layout::GroupLayout;
 use tide_gpu::plan::{Rank, RankRange};
 use tide_gpu::{AllGather, AllGatherOptions, Communicator, RankGather, StockAllGather};
 
-use super::{CHUNK_BYTES, STOCK, fill, is_fast, path_name};
+use super::{CHUNK_BYTES, STOCK, backend_name, fill, is_fast, path_name};
 use crate::examine::{Facts, Leg};
 use crate::progress::Progress;
 use crate::tensors::Tensors;
@@ -132,7 +132,7 @@ impl Leg for GatherLeg {
     fn facts(&self) -> Facts {
         let stock_buffer_bytes = self.stock_buffer_bytes;
         let facts = |path, buffer_bytes, descriptors| Facts {
-            backend: self.comm.gpu().name(),
+            backend: backend_name(&self.comm),
             path,
             has_rates: self.comm.gpu().name() != "sim",
             buffer_bytes,

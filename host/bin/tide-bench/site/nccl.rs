@@ -26,6 +26,12 @@ pub fn connect(arguments: &RunArgs, notes: &mut Vec<String>) -> Result<(Arc<dyn 
     let env = |name: &str| std::env::var(name).ok();
     let timeout = Duration::from_secs(arguments.connect_timeout_s.into());
     let placement = Placement::detect(&env)?;
+    let found = CudaGpu::probe().map_err(TideError::from)?;
+    // What NCCL is to find in the environment, before any thread is started.
+    align_traffic_class(notes);
+    if placement.is_none() && topology(arguments)?.rank_count() > found.device_count {
+        share_gpus(notes);
+    }
     let mut exchange: Box<dyn Exchange> = Box::new(Alone);
     let (topology, ranks) = match &placement {
         None => {
@@ -41,7 +47,6 @@ pub fn connect(arguments: &RunArgs, notes: &mut Vec<String>) -> Result<(Arc<dyn 
             (topology, RankRange::new(Rank(placement.rank), 1))
         }
     };
-    let found = CudaGpu::probe().map_err(TideError::from)?;
     let local = |rank: Rank| topology.local_of(rank).0 % found.device_count;
     let (gpu_options, devices) = match &placement {
         // One GPU for one rank: a launcher that shows each process its own shows but one.
@@ -54,13 +59,8 @@ pub fn connect(arguments: &RunArgs, notes: &mut Vec<String>) -> Result<(Arc<dyn 
         ),
         None => (CudaOptions::default(), ranks.iter().map(local).collect()),
     };
-    let sharing = if placement.is_some() { topology.local_rank_count() } else { topology.rank_count() };
-    if sharing > found.device_count {
-        share_gpus(notes);
-    }
     let gpu = CudaGpu::new(gpu_options)?;
     let arch = gpu.arch(devices[0])?;
-    align_traffic_class(notes);
     let library = Library::load().map_err(TideError::from)?;
     notes.push(format!("NCCL {} ({})", library.version(), library.path().display()));
     notes.extend(library.lacks().into_iter().map(|(_, why)| format!("lacking: {why}")));
@@ -100,11 +100,12 @@ fn placed(arguments: &RunArgs, placement: &Placement) -> Result<Topology> {
     Topology::new(nodes, gpus).context("the launcher's ranks")
 }
 
-/// Lets NCCL put several ranks on one GPU, unless the environment says something else about it.
+/// Lets NCCL put several ranks of this process on one GPU, unless the environment says something else about it. Of processes that a
+/// launcher has started it is not known: each may be shown a GPU of its own.
 fn share_gpus(notes: &mut Vec<String>) {
     for (name, value) in [("NCCL_MULTI_RANK_GPU_ENABLE", "1"), ("NCCL_NVLS_ENABLE", "0")] {
         if std::env::var_os(name).is_none() {
-            // SAFETY: before NCCL is loaded and before any thread of this process reads its environment.
+            // SAFETY: this process has started no thread yet; NCCL, which reads it, is loaded later.
             unsafe { std::env::set_var(name, value) };
             notes.push(format!("{name}={value}, because ranks share a GPU"));
         }
